@@ -1,0 +1,1 @@
+"""samestep: data-parallel training for PyTorch in which every worker takes the same step."""
