@@ -1,0 +1,218 @@
+"""Ranks joined by a torch.distributed process group, of whatever backend: Gloo, NCCL and others.
+
+What a backend lacks is made up for here: dtypes that it does not know travel as ones that it does, and the mean is a
+sum divided on arrival. Its errors are translated into ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.base import Communicator, DoneWork, Work
+from samestep.comm.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Op,
+    Recv,
+    ReduceScatter,
+    Reduction,
+    Send,
+    describe,
+)
+from samestep.errors import CommunicatorError, DeadlineError, PeerLostError
+
+__all__ = ["C10dCommunicator"]
+
+_REDUCE_OPS = {
+    Reduction.SUM: dist.ReduceOp.SUM,
+    Reduction.MEAN: dist.ReduceOp.SUM,
+    Reduction.MIN: dist.ReduceOp.MIN,
+    Reduction.MAX: dist.ReduceOp.MAX,
+    Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
+    Reduction.BIT_AND: dist.ReduceOp.BAND,
+    Reduction.BIT_OR: dist.ReduceOp.BOR,
+    Reduction.BIT_XOR: dist.ReduceOp.BXOR,
+}
+
+# torch 2.13 gave two functions new names and deprecated the old ones, which torch 2.6 knows.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What torch's backends say when a peer is gone, and when time is up; in lower case.
+_LOST = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "remote process",
+    "socket closed",
+)
+_LATE = ("timed out", "timeout", "time out")
+
+
+class C10dCommunicator(Communicator):
+    """A communicator over `group`, a torch.distributed process group; None is the default group.
+
+    Deadlines are the group's own timeout. Raises RuntimeError if torch.distributed is not initialised, ValueError if
+    this process is not in `group`. Closing it destroys the group if `owns_group`, else leaves it to whoever made it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, owns_group: bool = False) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "torch.distributed has no process group: call samestep.connect() or "
+                "torch.distributed.init_process_group() first"
+            )
+        if group is None:
+            group = dist.group.WORLD
+        assert group is not None
+        self.group: dist.ProcessGroup = group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
+        self.device = _control_device(self.group)
+        self._owns_group = owns_group
+        self._broken: CommunicatorError | None = None
+
+    def _start(self, op: Op) -> Work:
+        if self._broken is not None:
+            raise type(self._broken)(f"rank {self.rank}: the group is broken since: {self._broken}")
+        try:
+            work, finish = self._begin(op)
+        except RuntimeError as error:
+            raise self.failed(op, error) from error
+        return DoneWork() if work is None else _C10dWork(self, op, work, finish)
+
+    def failed(self, op: Op, error: RuntimeError) -> CommunicatorError:
+        """Translate the backend's `error` in `op`, remember that the group is broken, and tell the peers at once."""
+        said = str(error).lower()
+        kind = PeerLostError if any(s in said for s in _LOST) else CommunicatorError
+        kind = DeadlineError if kind is CommunicatorError and any(s in said for s in _LATE) else kind
+        what = {
+            PeerLostError: "a peer died or closed its connection; look for the first error among the other ranks",
+            DeadlineError: "a peer did not come in time; look for a rank that stopped or made fewer calls",
+            CommunicatorError: "the backend failed",
+        }[kind]
+        self._broken = kind(f"rank {self.rank} of {self.size}, {describe(op)}: {what} ({_first_line(error)})")
+        return self._broken
+
+    def _begin(self, op: Op) -> tuple[Any, Callable[[], None] | None]:
+        """Give `op` to the backend; return its work (None if nothing had to move) and what to do on arrival."""
+        group = self.group
+        match op:
+            case Barrier():
+                return dist.barrier(group=group, async_op=True), None
+            case AllToAll(output=output, tensor=tensor):
+                splits = list(op.output_splits), list(op.input_splits)
+                if tensor.dtype not in _MOVABLE:
+                    size = tensor.element_size()
+                    splits = [n * size for n in splits[0]], [n * size for n in splits[1]]
+                output, tensor = _movable(output), _movable(tensor)
+                return dist.all_to_all_single(output, tensor, *splits, group=group, async_op=True), None
+            case _ if op.tensor.numel() == 0:
+                return None, None
+            case AllReduce(tensor=tensor, reduction=reduction):
+                carrier, how, finish = _reducible(tensor, reduction, self.size)
+                return dist.all_reduce(carrier, how, group=group, async_op=True), _back(tensor, carrier, finish)
+            case ReduceScatter(output=output, tensor=tensor, reduction=reduction):
+                carrier, how, _ = _reducible(tensor.view(-1), reduction, self.size)
+                part, _, finish = _reducible(output.view(-1), reduction, self.size)
+                work = _reduce_scatter(part, carrier, how, group=group, async_op=True)
+                return work, _back(output.view(-1), part, finish)
+            case Broadcast(tensor=tensor, source=source):
+                return dist.broadcast(_movable(tensor), self._global(source), group=group, async_op=True), None
+            case AllGather(output=output, tensor=tensor):
+                output, tensor = _movable(output.view(-1)), _movable(tensor.view(-1))
+                return _all_gather(output, tensor, group=group, async_op=True), None
+            case Send(tensor=tensor, peer=peer, tag=tag):
+                return dist.isend(_movable(tensor), self._global(peer), group=group, tag=tag), None
+            case Recv(tensor=tensor, peer=peer, tag=tag):
+                return dist.irecv(_movable(tensor), self._global(peer), group=group, tag=tag), None
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def _split(self, ranks: tuple[int, ...]) -> Communicator | None:
+        world_ranks = [self._global(r) for r in ranks]
+        everyone = self.size == dist.get_world_size()
+        group = dist.new_group(world_ranks, use_local_synchronization=not everyone)
+        return C10dCommunicator(group, owns_group=True) if self.rank in ranks else None
+
+    def close(self) -> None:
+        if self._owns_group:
+            self._owns_group = False
+            dist.destroy_process_group(self.group)
+
+
+class _C10dWork(Work):
+    def __init__(self, owner: C10dCommunicator, op: Op, work: Any, finish: Callable[[], None] | None) -> None:
+        self._owner, self._op, self._work, self._finish = owner, op, work, finish
+
+    def done(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._owner.failed(self._op, error) from error
+        if self._finish is not None:
+            self._finish()
+        self._work = None
+
+
+# Dtypes that every backend can move as they are; the others travel as bytes.
+_MOVABLE = frozenset(
+    {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _MOVABLE else tensor.view(-1).view(torch.uint8)
+
+
+def _reducible(tensor: Tensor, reduction: Reduction, size: int) -> tuple[Tensor, Any, Callable[[Tensor], None] | None]:
+    """Return a tensor that backends can reduce, the reduction to ask for, and what makes its result the right one."""
+    how = _REDUCE_OPS[reduction]
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    elif tensor.dtype is torch.bool:  # as bytes 0 and 1, of which max is "or" and min is "and"
+        tensor = tensor.view(torch.uint8)
+        how = {Reduction.BIT_OR: dist.ReduceOp.MAX, Reduction.BIT_AND: dist.ReduceOp.MIN}.get(reduction, how)
+    elif tensor.dtype is torch.int16:  # Gloo knows no int16; sums wrap around alike when cut back
+        tensor = tensor.to(torch.int32)
+    finish = (lambda t: t.div_(size)) if reduction is Reduction.MEAN else None
+    return tensor, how, finish
+
+
+def _back(target: Tensor, carrier: Tensor, finish: Callable[[Tensor], None] | None) -> Callable[[], None] | None:
+    copied = target.dtype is torch.int16
+    if finish is None and not copied:
+        return None
+
+    def arrive() -> None:
+        if finish is not None:
+            finish(carrier)
+        if copied:
+            target.copy_(carrier)
+
+    return arrive
+
+
+def _control_device(group: dist.ProcessGroup) -> torch.device:
+    types = {torch.device(d).type for d in group._device_types}
+    return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,89 @@
+"""Which transport serves a group of ranks, and how a program's ranks come together in the first place."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.base import Communicator
+from samestep.comm.c10d import C10dCommunicator
+from samestep.comm.checked import CheckedCommunicator
+from samestep.comm.ops import Reduction
+from samestep.errors import DeadlineError, MismatchError
+from samestep.world import World, require_backend
+
+__all__ = ["all_reduce", "communicator_for", "connect"]
+
+
+def communicator_for(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:
+    """Return the fastest communicator for `group`; None is torch.distributed's default group.
+
+    Raises RuntimeError if there is no default group, TypeError for anything that is no group, ValueError if this
+    process is not in it.
+    """
+    if isinstance(group, Communicator):
+        return group
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
+        raise TypeError(f"expected a torch.distributed process group or a Communicator, got {type(group).__name__}")
+    return C10dCommunicator(group)
+
+
+def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communicator:
+    """Bring the ranks of `world` together and return the communicator of all of them.
+
+    Makes torch.distributed's default group, with NCCL for CUDA devices and Gloo for the CPU, so that everything that
+    uses torch.distributed works from then on; closing the communicator (or leaving it as a context) ends that group. If
+    there is a default group already, it is used, and left open. `world` None reads the environment; a program that was
+    not launched is a world of one rank. `timeout_s` is the deadline of coming together and of every exchange
+    afterwards, in seconds.
+
+    Every exchange of the communicator is checked: ranks that ask for different things get a MismatchError.
+
+    Raises WorldError for a contradictory environment, BackendError if torch lacks the backend, DeadlineError if not all
+    ranks came, MismatchError if the existing default group is another world than `world`.
+    """
+    world = World.from_env() if world is None else world
+    if dist.is_initialized():
+        there = (dist.get_rank(), dist.get_world_size())
+        if there != (world.rank, world.size):
+            raise MismatchError(
+                f"torch.distributed is already initialised as rank {there[0]} of {there[1]}, but the world is rank "
+                f"{world.rank} of {world.size}: call connect() instead of init_process_group(), or for the same world"
+            )
+        return CheckedCommunicator(C10dCommunicator())
+    require_backend(world.backend)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if world.size == 1:
+            dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(
+                world.backend,
+                init_method=f"tcp://{_bracketed(world.master_addr)}:{world.master_port}",
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timeout,
+            )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise DeadlineError(
+            f"rank {world.rank} of {world.size} did not meet the others at {world.master_addr}:{world.master_port} "
+            f"within {timeout_s:g} s; see that all {world.size} were started, with the same address, and that rank 0's "
+            f"host can be reached there ({str(error).splitlines()[0]})"
+        ) from error
+    return CheckedCommunicator(C10dCommunicator(owns_group=True))
+
+
+def all_reduce(tensor: Tensor, reduction: Reduction = Reduction.SUM) -> Tensor:
+    """Reduce `tensor` in place over torch.distributed's default group, whatever transport serves it; return it."""
+    return communicator_for().all_reduce(tensor, reduction)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,136 @@
+"""Decides how a run ends: who is told by which signal, when patience is over, and what the exit code is.
+
+Pure. Each function takes the state of the run and what has just happened, and returns the next state and the
+signal to send now, or None. SIGKILL is meant for a rank's whole process group, any other signal for the rank
+alone.
+"""
+
+import errno
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Exit", "Interrupt", "OutputLost", "State", "exit_code", "exited", "interrupted", "output_lost", "timed"]
+
+# One press of Ctrl-C may arrive twice: from the terminal, and passed on by a program that started the
+# launcher.
+_SAME_PRESS_S = 0.1
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A rank has ended: with an exit code of 0 or more, or by signal n, which is -n here.
+
+    `told` is the last signal that the agent had sent to it before.
+    """
+
+    rank: int
+    pid: int
+    returncode: int
+    told: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether this is anything but a good end."""
+        return self.returncode != 0
+
+    @property
+    def obeyed(self) -> bool:
+        """Whether the rank ended as the agent's signal asked: by it, or with the exit code that stands for it."""
+        return self.told is not None and self.returncode in (-self.told, 128 + self.told)
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """The agent was told to end by a signal."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class OutputLost:
+    """What the agent writes to is gone, such as the reader of a pipe."""
+
+    stream: str
+    errno: int
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a run: the ranks that live, the exits in order of time, and why it is being ended, if it is."""
+
+    living: frozenset[int]
+    patience_s: float
+    exits: tuple[Exit, ...] = ()
+    cause: Exit | Interrupt | OutputLost | None = None
+    told: int | None = None
+    deadline: float | None = None
+    pressed: float | None = None
+
+
+Step = tuple[State, int | None]
+
+
+def exited(state: State, exits: Sequence[Exit], now: float) -> Step:
+    """Some ranks have ended, as far as is known at the same time. The first failure ends the others.
+
+    Of failures seen at the same time, a death by signal counts as the earlier one: peers of a killed rank
+    fail because their connection closes, while nothing that a failing peer does kills a rank by a signal.
+    """
+    ordered = sorted(exits, key=lambda e: (e.returncode >= 0, e.rank))
+    state = replace(state, living=state.living - {e.rank for e in exits}, exits=(*state.exits, *ordered))
+    first = next((e for e in ordered if e.failed), None)
+    if state.cause is None and first is not None:
+        return _end(state, first, signal.SIGTERM, now)
+    return state, None
+
+
+def interrupted(state: State, signum: int, now: float) -> Step:
+    """The agent was sent `signum`: it is passed on, and Ctrl-C in a run that is already ending means: at once."""
+    pressed = state.pressed
+    if signum == signal.SIGINT:
+        state = replace(state, pressed=now)
+    if state.cause is None:
+        return _end(state, Interrupt(signum), signum, now)
+    if signum != signal.SIGINT:
+        return _tell(state, signum)
+    if pressed is not None and now - pressed < _SAME_PRESS_S:
+        return state, None
+    return _tell(state, signal.SIGKILL)
+
+
+def output_lost(state: State, lost: OutputLost, now: float) -> Step:
+    """Nobody reads `lost.stream` any more, so the run is ended."""
+    if state.cause is None:
+        return _end(state, lost, signal.SIGTERM, now)
+    return state, None
+
+
+def timed(state: State, now: float) -> Step:
+    """Time has passed: ranks that were told to end and did not by the deadline are killed."""
+    if state.deadline is None or now < state.deadline:
+        return state, None
+    return _tell(replace(state, deadline=None), signal.SIGKILL)
+
+
+def exit_code(state: State) -> int:
+    """The launcher's own exit code: that of the first failure in time, 128 + n for signal n, 0 where all is well."""
+    match state.cause:
+        case None:
+            return 0
+        case Exit(returncode=code):
+            return code if code >= 0 else 128 - code
+        case Interrupt(signum=signum):
+            return 128 + signum
+        case OutputLost(errno=number):
+            return 128 + signal.SIGPIPE if number == errno.EPIPE else 1
+
+
+def _end(state: State, cause: Exit | Interrupt | OutputLost, signum: int, now: float) -> Step:
+    return _tell(replace(state, cause=cause, deadline=now + state.patience_s), signum)
+
+
+def _tell(state: State, signum: int) -> Step:
+    if not state.living or state.told == signal.SIGKILL:
+        return state, None
+    return replace(state, told=signum), signum

@@ -1,0 +1,255 @@
+"""DistributedDataParallel: a replica of a module on every rank, whose gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.comm.base import Communicator
+from samestep.comm.select import communicator_for
+from samestep.errors import ReplicaError
+from samestep.parallel.arguments import (
+    Device,
+    caps_in_bytes,
+    check_devices,
+    check_trainable,
+    choose_group,
+    describe_parameters,
+    named_buffers,
+    refuse,
+)
+from samestep.parallel.inputs import tensors_in, to_device
+from samestep.parallel.names import accept_both_forms
+from samestep.parallel.reducer import Reducer
+from samestep.parallel.replicas import require_same_layout, send_values
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap `module` so that each rank trains a replica of it and all replicas take the same step.
+
+    Takes the arguments of torch.nn.parallel.DistributedDataParallel by their names and does what that class does: at
+    the start rank 0's parameters and buffers go to all ranks; after every `backward` each parameter's `grad` is the
+    mean over the ranks of their gradients, exchanged while backward was running. Beyond that class:
+
+    - Parameters that take no part on some rank or on all need no flag. A gradient that no rank has stays what it was.
+    - `no_sync()` counts where `backward` is called, not where `forward` is.
+    - `backward(loss, weight=n)` averages over samples, not over ranks: exact for uneven shares.
+    - Rank 0's buffers go to all ranks at the end of each synchronised backward, so replicas are equal after every step,
+      and evaluation exchanges nothing: ranks may have different numbers of batches there.
+    - Attributes that the wrapper does not have are the module's.
+    - `load_state_dict` takes names with and without "module.".
+
+    Arguments:
+        module: the model, on its device already. At least one parameter must require a gradient.
+        device_ids: None, or one CUDA device, to which inputs are moved; the module's parameters are there.
+        output_device, dim: accepted; outputs stay where the module puts them.
+        broadcast_buffers, forward_sync_buffers: whether rank 0's buffers go to the others (default yes).
+        init_sync: whether to compare the ranks' modules and send rank 0's values at the start.
+        process_group: a torch.distributed group, or a samestep Communicator; None is the default group.
+        bucket_cap_mb: size of a bucket in MiB; by default 1 for the first, 25 for the others.
+        bucket_cap_mb_list: sizes of the first, second, ... bucket in MiB; the last serves all further ones.
+        find_unused_parameters, static_graph, gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params:
+            accepted, and their promises hold anyway: unused parameters are found, and gradients are views of buckets.
+        check_reduction: accepted with torch's warning that it does nothing.
+        device_mesh: a one-dimensional mesh whose group is used.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: refused unless None.
+
+    Raises RuntimeError (torch's own) for a module without trainable parameters or with uninitialised ones, or without a
+    process group; ValueError for arguments that contradict each other; MismatchError if the ranks' modules differ.
+    After an exception in forward or backward the object is usable. If only some ranks left backward with one, the
+    others' backward raises ReplicaError as soon as these go on to their next forward or backward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | Communicator | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+        )
+        if check_reduction:
+            warnings.warn("check_reduction does nothing; leave it out", FutureWarning, stacklevel=2)
+        self.process_group = choose_group(process_group, device_mesh)
+        self.communicator = communicator_for(self.process_group)
+        self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = {n: p for n, p in module.named_parameters() if n not in self._ignored}
+        check_trainable(parameters)
+        self._input_device = check_devices(parameters.values(), device_ids, output_device)
+        self._caps_bytes = caps_in_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self.module, self.device = module, next(iter(parameters.values())).device
+        self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        follow = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.broadcast_buffers = follow is not False
+        if init_sync:
+            # As in torch, forward_sync_buffers=False leaves the start alone, broadcast_buffers=False does not.
+            start = self.broadcast_buffers or forward_sync_buffers is not None
+            values: dict[str, Tensor] = {**parameters, **(named_buffers(module, self._ignored) if start else {})}
+            require_same_layout(self.communicator, values)
+            send_values(self.communicator, values.values())
+        self._make_reducer(parameters)
+        self.register_load_state_dict_pre_hook(accept_both_forms)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module and return what it returns.
+
+        Raises ReplicaError if the module was moved or cast after it was wrapped.
+        """
+        self._reducer.settle()
+        self._look_after_parameters()
+        if self._input_device is not None:
+            inputs, kwargs = to_device((inputs, kwargs), self._input_device)
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                self._reducer.expect(tensor)
+        return output
+
+    def backward(
+        self,
+        loss: Tensor | None,
+        *,
+        weight: float | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Run `loss.backward()` with this rank's part counted `weight` times.
+
+        `loss` is a scalar, the mean over this rank's samples (or tokens); `weight` is their number. Gradients become
+        the sum over ranks of weight x gradient divided by the sum of weights, that is, the gradient of the mean over
+        all samples. Within `no_sync()` weights add up until the next synchronised backward, so micro-batches may be
+        uneven too. Every rank gives a weight, or none does; None is plain averaging. Only ratios of weights matter:
+        with float16 gradients, which a factor could overflow, give fractions. A rank that has no samples calls
+        `backward(None, weight=0)`; with weight 0 the loss is not looked at.
+
+        Raises ValueError for a weight that is negative or not finite, ReplicaError if the ranks disagree.
+        """
+        if weight is None:
+            if loss is None:
+                raise ValueError(f"rank {self.communicator.rank}: a backward without a loss needs weight=0")
+            loss.backward(retain_graph=retain_graph, create_graph=create_graph)
+            return
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"rank {self.communicator.rank}: expected a weight of at least 0, got {weight}")
+        if weight > 0 and (loss is None or loss.numel() != 1):
+            got = "no loss" if loss is None else f"a loss of shape {list(loss.shape)}"
+            raise ValueError(f"rank {self.communicator.rank}: a weight of {weight:g} needs a scalar loss, got {got}")
+        self._reducer.settle()
+        self._reducer.add_weight(float(weight))
+        if loss is None or weight == 0:
+            self._reducer.contribute_nothing()
+        else:
+            factor = torch.full_like(loss, weight)
+            loss.backward(factor, retain_graph=retain_graph, create_graph=create_graph)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank alone in every backward that is called within the context.
+
+        The first backward after it averages everything that was accumulated.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward exchanges gradients; what `no_sync` sets."""
+        return self._reducer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reducer.sync = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self.__dict__.get("_modules", ()):
+                raise
+            return getattr(self.module, name)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
+        """Leave parameters and buffers of these names alone when `module` is wrapped; as torch's method."""
+        module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+
+    def _make_reducer(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        trainable = {n: p for n, p in parameters.items() if p.requires_grad}
+        self._frozen = [p for p in parameters.values() if not p.requires_grad]
+        self._placed = [(n, p, p.device, p.dtype) for n, p in trainable.items()]
+        self._reducer = Reducer(
+            list(trainable.values()),
+            describe_parameters(self.module, trainable),
+            self.communicator,
+            self._caps_bytes,
+            also=self._buffer_sender(),
+        )
+        # Hooks would outlive the wrapper on the parameters, and act again if the module were wrapped anew.
+        self._release = weakref.finalize(self, self._reducer.detach)
+
+    def _buffer_sender(self) -> Callable[[], None]:
+        module, communicator, ignored = self.module, self.communicator, self._ignored
+        if not self.broadcast_buffers:
+            return lambda: None
+        return lambda: send_values(communicator, named_buffers(module, ignored).values())
+
+    def _look_after_parameters(self) -> None:
+        for name, parameter, device, dtype in self._placed:
+            if parameter.device != device or parameter.dtype != dtype:
+                raise ReplicaError(
+                    f"rank {self.communicator.rank}: parameter {name} was {dtype} on {device} when the module was "
+                    f"wrapped and is {parameter.dtype} on {parameter.device} now: move and cast the module first, wrap "
+                    "it then"
+                )
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._take_in_unfrozen()
+
+    def _take_in_unfrozen(self) -> None:
+        if self._reducer.accumulating:
+            raise ReplicaError(
+                f"rank {self.communicator.rank}: parameters were unfrozen while gradients accumulate; do that between "
+                "steps"
+            )
+        parameters = {n: p for n, p in self.module.named_parameters() if n not in self._ignored}
+        require_same_layout(self.communicator, parameters)
+        sync = self.require_backward_grad_sync
+        self._release()
+        self._make_reducer(parameters)
+        self.require_backward_grad_sync = sync
