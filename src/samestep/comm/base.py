@@ -6,6 +6,7 @@ times, checks or breaks things overrides `_start`.
 
 from __future__ import annotations
 
+import operator
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ from samestep.comm.ops import (
     Send,
     check,
     describe,
+    detached,
 )
 from samestep.errors import MismatchError
 
@@ -46,7 +48,10 @@ class Work(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Tell, without blocking, whether `wait` would return or raise at once."""
+        """Tell, without blocking, whether `wait` is known to return or raise at once.
+
+        Some transports learn of a message's arrival only in `wait`: then it is False until `wait` has returned.
+        """
 
 
 class DoneWork(Work):
@@ -75,13 +80,13 @@ class Communicator(ABC):
         """Begin `op` and return at once where the transport is asynchronous.
 
         Raises ValueError or TypeError, on this rank alone and with nothing sent, for an op that no transport could
-        serve: a rank out of range, a message to oneself, tensors that are sparse, not contiguous or of the wrong
-        length, a reduction that is not defined for the dtype.
+        serve: a rank or a tag out of range, a message to oneself, tensors that are sparse, not contiguous or of the
+        wrong length, a reduction that is not defined for the dtype. Autograd does not look.
         """
         check(op, self.size)
         if isinstance(op, Send | Recv) and op.peer == self.rank:
             raise ValueError(f"rank {self.rank}: {describe(op)} is to itself; copy the tensor instead")
-        return self._start(op)
+        return self._start(detached(op))
 
     @abstractmethod
     def _start(self, op: Op) -> Work: ...
@@ -104,15 +109,15 @@ class Communicator(ABC):
         """Reduce `tensor` (any shape and strides, same on all ranks) over the ranks, in place, and return it.
 
         Sum takes integers, floats and complex numbers, mean floats and complex numbers, product integers and floats;
-        min and max integers, floats and bool; bit operations integers and bool. Autograd does not look.
+        min and max integers, floats and bool; bit operations integers and bool.
         """
-        dense = _contiguous(tensor)
+        dense = _writable(tensor)
         self.start(AllReduce(dense, reduction)).wait()
         return _returned(dense, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy rank `source`'s `tensor` (any shape, strides, dtype; same on all ranks) into `tensor`; return it."""
-        dense = _contiguous(tensor)
+        dense = _writable(tensor)
         self.start(Broadcast(dense, source)).wait()
         return _returned(dense, tensor)
 
@@ -186,7 +191,7 @@ class Communicator(ABC):
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive into `tensor`, of the shape and dtype sent, what rank `peer` sent with `tag`; return it."""
-        dense = _contiguous(tensor)
+        dense = _writable(tensor)
         self.start(Recv(dense, peer, tag)).wait()
         return _returned(dense, tensor)
 
@@ -215,10 +220,10 @@ class Communicator(ABC):
         """Make a group of some of the ranks; every rank of this group calls it, with the same `ranks`.
 
         Returns the new communicator, in which ranks are numbered in ascending order of the old numbers, or None on
-        ranks that are not in it. Raises ValueError for a rank out of range or named twice, MismatchError if ranks
-        disagree.
+        ranks that are not in it. Raises ValueError for a rank out of range or named twice, TypeError for one that is
+        no integer, MismatchError if ranks disagree.
         """
-        wanted = tuple(sorted(ranks))
+        wanted = tuple(sorted(map(operator.index, ranks)))
         if len(set(wanted)) != len(wanted) or not wanted or wanted[0] < 0 or wanted[-1] >= self.size:
             raise ValueError(f"split: expected different ranks from 0 to {self.size - 1}, got {list(wanted)}")
         everyone = self.all_gather_object(wanted)
@@ -236,7 +241,21 @@ class Communicator(ABC):
 
 def _contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor's data in row-major order; what is not dense stays as it is, for `check` to refuse."""
-    return tensor.detach().contiguous() if tensor.layout == torch.strided else tensor
+    if tensor.layout != torch.strided:
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Return the data in row-major order of a tensor that is to take a result."""
+    if tensor.layout == torch.strided and any(
+        n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"expected a tensor to write to, got an expanded one, whose elements share memory (shape "
+            f"{list(tensor.shape)}, strides {tensor.stride()}); clone() it first"
+        )
+    return _contiguous(tensor)
 
 
 def _returned(dense: Tensor, tensor: Tensor) -> Tensor:

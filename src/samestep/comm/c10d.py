@@ -6,7 +6,10 @@ sum divided on arrival. Its errors are translated into ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -58,11 +61,19 @@ _LOST = (
 _LATE = ("timed out", "timeout", "time out")
 
 
+# A tag that no caller can have: theirs end at 2**30.
+_NEVER_SENT = 2**31 - 1
+
+
 class C10dCommunicator(Communicator):
     """A communicator over `group`, a torch.distributed process group; None is the default group.
 
-    Deadlines are the group's own timeout. Raises RuntimeError if torch.distributed is not initialised, ValueError if
-    this process is not in `group`. Closing it destroys the group if `owns_group`, else leaves it to whoever made it.
+    Deadlines are the group's own timeout, also those of groups split from it. Raises RuntimeError if torch.distributed
+    is not initialised, ValueError if this process is not in `group`. Closing it destroys the group if `owns_group`,
+    else leaves it to whoever made it.
+
+    A failed exchange breaks the group: this rank's connections in it are closed, so that peers learn of it at once, and
+    all that is left to do with the group is to destroy it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, owns_group: bool = False) -> None:
@@ -80,11 +91,11 @@ class C10dCommunicator(Communicator):
             raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
         self.device = _control_device(self.group)
         self._owns_group = owns_group
-        self._broken: CommunicatorError | None = None
+        self._broken: tuple[type[CommunicatorError], str] | None = None
 
     def _start(self, op: Op) -> Work:
         if self._broken is not None:
-            raise type(self._broken)(f"rank {self.rank}: the group is broken since: {self._broken}")
+            raise self._again(*self._broken)
         try:
             work, finish = self._begin(op)
         except RuntimeError as error:
@@ -92,7 +103,9 @@ class C10dCommunicator(Communicator):
         return DoneWork() if work is None else _C10dWork(self, op, work, finish)
 
     def failed(self, op: Op, error: RuntimeError) -> CommunicatorError:
-        """Translate the backend's `error` in `op`, remember that the group is broken, and tell the peers at once."""
+        """Translate the backend's `error` in `op`; the first one breaks the group, on the peers, too."""
+        if self._broken is not None:
+            return self._again(*self._broken)
         said = str(error).lower()
         kind = PeerLostError if any(s in said for s in _LOST) else CommunicatorError
         kind = DeadlineError if kind is CommunicatorError and any(s in said for s in _LATE) else kind
@@ -101,8 +114,13 @@ class C10dCommunicator(Communicator):
             DeadlineError: "a peer did not come in time; look for a rank that stopped or made fewer calls",
             CommunicatorError: "the backend failed",
         }[kind]
-        self._broken = kind(f"rank {self.rank} of {self.size}, {describe(op)}: {what} ({_first_line(error)})")
-        return self._broken
+        message = f"rank {self.rank} of {self.size}, {describe(op)}: {what} ({_first_line(error)})"
+        self._broken = kind, message
+        _hang_up(self.group)
+        return kind(message)
+
+    def _again(self, kind: type[CommunicatorError], message: str) -> CommunicatorError:
+        return kind(f"rank {self.rank}: the group is broken since: {message}")
 
     def _begin(self, op: Op) -> tuple[Any, Callable[[], None] | None]:
         """Give `op` to the backend; return its work (None if nothing had to move) and what to do on arrival."""
@@ -141,10 +159,10 @@ class C10dCommunicator(Communicator):
         return dist.get_global_rank(self.group, rank)
 
     def _split(self, ranks: tuple[int, ...]) -> Communicator | None:
-        world_ranks = [self._global(r) for r in ranks]
-        everyone = self.size == dist.get_world_size()
-        group = dist.new_group(world_ranks, use_local_synchronization=not everyone)
-        return C10dCommunicator(group, owns_group=True) if self.rank in ranks else None
+        name = self.broadcast_object(uuid.uuid4().hex)
+        if self.rank not in ranks:
+            return None
+        return C10dCommunicator(_subgroup(self.group, ranks, self.device, name), owns_group=True)
 
     def close(self) -> None:
         if self._owns_group:
@@ -207,6 +225,50 @@ def _back(target: Tensor, carrier: Tensor, finish: Callable[[Tensor], None] | No
             target.copy_(carrier)
 
     return arrive
+
+
+def _subgroup(parent: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, name: str) -> dist.ProcessGroup:
+    """Make a group of some of `parent`'s ranks, with its backend and its timeout; only these ranks call it.
+
+    `dist.new_group` either has to be called by every rank there is, or names the group after the number of groups that
+    the process is in: ranks of different numbers then wait for one another under different names. Hence one step lower.
+    """
+    world_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
+    inside = dist.distributed_c10d
+    group: dist.ProcessGroup
+    group, _ = inside._new_process_group_helper(
+        len(ranks),
+        world_ranks.index(dist.get_rank()),
+        world_ranks,
+        dist.get_backend_config(parent),
+        inside._get_default_store(),
+        group_name=name,  # type: ignore[arg-type]
+        timeout=_timeout(parent, device),
+    )
+    inside._world.pg_group_ranks[group] = {world: rank for rank, world in enumerate(world_ranks)}
+    return group
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a backend that keeps none
+        return dist.distributed_c10d.default_pg_timeout
+    return timeout
+
+
+def _hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a broken Gloo group, so that those who wait for this rank learn of it.
+
+    Gloo closes all of a rank's connections when it has waited too long for one message, so this waits for one that
+    nobody sends. Neither shutdown() nor abort() closes any; they last until the last reference to the group is gone.
+    """
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _control_device(group: dist.ProcessGroup) -> torch.device:

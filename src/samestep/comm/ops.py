@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "Send",
     "check",
     "describe",
+    "detached",
     "signature",
 ]
 
@@ -42,6 +43,9 @@ class Reduction(enum.Enum):
     BIT_OR = "bit_or"
     BIT_XOR = "bit_xor"
 
+
+# Gloo takes 31 bits; transports keep the upper half of them to themselves.
+_NUM_TAGS = 2**30
 
 _BITWISE = frozenset({Reduction.BIT_AND, Reduction.BIT_OR, Reduction.BIT_XOR})
 _ORDERING = frozenset({Reduction.MIN, Reduction.MAX})
@@ -98,7 +102,10 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class Send:
-    """Send `tensor` to rank `peer`, where a `Recv` of the same shape, dtype and tag waits for it."""
+    """Send `tensor` to rank `peer`, where a `Recv` of the same shape, dtype and tag waits for it.
+
+    Tags run from 0 to 2**30 - 1.
+    """
 
     tensor: Tensor
     peer: int
@@ -159,6 +166,12 @@ def signature(op: Op) -> str:
     return describe(op)
 
 
+def detached(op: Op) -> Op:
+    """Return `op` on the same memory, with tensors that autograd does not follow."""
+    followed = {name: tensor.detach() for name, tensor in _tensors(op) if tensor.requires_grad}
+    return replace(op, **followed) if followed else op  # type: ignore[arg-type]
+
+
 def check(op: Op, size: int) -> None:
     """Raise ValueError or TypeError if `op` cannot be served by any transport over `size` ranks."""
     if type(op) not in _NAMES:
@@ -170,10 +183,14 @@ def check(op: Op, size: int) -> None:
             raise ValueError(f"{describe(op)}: {name} is {tensor.layout}, only dense tensors can be exchanged")
         if not tensor.is_contiguous():
             raise ValueError(f"{describe(op)}: {name} is not contiguous (strides {tensor.stride()})")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"{describe(op)}: {name} is a lazy view; use its resolve_conj() and resolve_neg()")
     match op:
         case Broadcast(source=peer) | Send(peer=peer) | Recv(peer=peer):
             if not 0 <= peer < size:
                 raise ValueError(f"{describe(op)}: rank {peer} is not among the {size} ranks 0 to {size - 1}")
+            if not (isinstance(op, Broadcast) or 0 <= op.tag < _NUM_TAGS):
+                raise ValueError(f"{describe(op)}: expected a tag from 0 to {_NUM_TAGS - 1}")
         case AllReduce(tensor=tensor, reduction=reduction):
             _check_reduction(op, tensor.dtype, reduction)
         case ReduceScatter(output=output, tensor=tensor, reduction=reduction):
@@ -224,6 +241,8 @@ def _check_splits(op: AllToAll, size: int) -> None:
         ("tensor", op.tensor, op.input_splits),
         ("output", op.output, op.output_splits),
     ):
+        if tensor.dim() != 1:
+            raise ValueError(f"{describe(op)}: expected a flat {name}, got the shape {list(tensor.shape)}")
         if len(splits) != size or min(splits, default=0) < 0 or sum(splits) != tensor.numel():
             raise ValueError(
                 f"{describe(op)}: {name} has {tensor.numel()} elements; its splits {list(splits)} must be "

@@ -39,8 +39,8 @@ def thread_communicators(size: int, *, timeout_s: float = 30.0) -> list[Communic
     """Make a group of `size` ranks; give one of the communicators to each thread.
 
     An exchange that some rank has not joined `timeout_s` seconds after another began to wait for it raises
-    DeadlineError there, naming who is missing, and breaks the group. Closing a communicator makes the others' waits for
-    it a PeerLostError.
+    DeadlineError there, naming who is missing, and breaks the group. Closing a communicator closes those split from it,
+    and makes the others' waits for it a PeerLostError.
     """
     if size < 1:
         raise ValueError(f"expected at least 1 rank, got {size}")
@@ -141,6 +141,7 @@ class _ThreadCommunicator(Communicator):
         self._group = group
         self._count = 0
         self._splits = 0
+        self._parts: list[Communicator] = []
 
     def _start(self, op: Op) -> Work:
         group = self._group
@@ -176,9 +177,13 @@ class _ThreadCommunicator(Communicator):
             return None
         with group.changed:
             subgroup = group.subgroups.setdefault(key, _Group(len(ranks), group.timeout_s))
-        return _ThreadCommunicator(subgroup, ranks.index(self.rank))
+        part = _ThreadCommunicator(subgroup, ranks.index(self.rank))
+        self._parts.append(part)
+        return part
 
     def close(self) -> None:
+        for part in self._parts:
+            part.close()
         with self._group.changed:
             self._group.lost.add(self.rank)
             self._group.changed.notify_all()

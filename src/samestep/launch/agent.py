@@ -49,15 +49,16 @@ def run(spec: LaunchSpec, *, stdout: int = 1, stderr: int = 2) -> int:
     away. `stdout` and `stderr` are the file descriptors to write to.
 
     SIGINT, SIGTERM and SIGHUP are passed on to the ranks; the first failure of a rank ends the others by
-    SIGTERM. Whoever is still there after `spec.shutdown_timeout_s`, or at a second SIGINT, is killed. Must be
-    called from the main thread.
+    SIGTERM. Whoever is still there after `spec.shutdown_timeout_s`, or at a second SIGINT, is killed.
 
-    Raises LaunchError where the master port can't be had or a worker can't be started; no worker is left
-    then.
+    Raises LaunchError where the master port can't be had, a worker can't be started, `stdout` or `stderr` is not open,
+    or this is not the main thread; no worker is left then.
     """
+    # First of all, as a descriptor that is closed would be given to the next thing that is opened.
+    places = outputs(stdout, stderr, spec.environment, prefix=spec.prefix)
     with collect_signals() as signals, reserved_port(spec.master_addr, spec.master_port) as port:
         spec = replace(spec, master_port=port, terminal=terminal_of(stdout, spec.environment))
-        with _Agent(spec, outputs(stdout, stderr, spec.environment, prefix=spec.prefix), signals) as agent:
+        with _Agent(spec, places, signals) as agent:
             agent.start()
             while agent.is_running:
                 agent.turn()

@@ -9,6 +9,7 @@ import errno
 import os
 from collections.abc import Mapping
 
+from samestep.errors import LaunchError
 from samestep.launch.logs import Printer, Terminal, printer, terminal_from
 
 __all__ = ["Output", "outputs", "terminal_of"]
@@ -63,7 +64,15 @@ class Output:
 
 
 def outputs(stdout: int, stderr: int, environment: Mapping[str, str], *, prefix: bool = True) -> dict[str, Output]:
-    """Makes the output of each stream; it is one object for both where both are the same open place."""
+    """Makes the output of each stream; it is one object for both where both are the same open place.
+
+    Raises LaunchError where one is not open.
+    """
+    for name, fd in (("stdout", stdout), ("stderr", stderr)):
+        try:
+            os.fstat(fd)
+        except OSError as e:
+            raise LaunchError(f"{name} (descriptor {fd}) is not open; send it to /dev/null to be rid of it") from e
     out = Output(stdout, printer(terminal_of(stdout, environment), prefix=prefix), "stdout")
     if _same_place(stdout, stderr):
         return {"stdout": out, "stderr": out}

@@ -139,6 +139,7 @@ class SparseBucket:
             torch.empty((1, 0), dtype=torch.int64, device=self.parameter.device),
             self.parameter.new_empty((0, *self.parameter.shape[1:]), requires_grad=False),
             self.parameter.shape,
+            check_invariants=False,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -221,8 +220,6 @@ class DistributedDataParallel(nn.Module):
             self._caps_bytes,
             also=self._buffer_sender(),
         )
-        # Hooks would outlive the wrapper on the parameters, and act again if the module were wrapped anew.
-        self._release = weakref.finalize(self, self._reducer.detach)
 
     def _buffer_sender(self) -> Callable[[], None]:
         module, communicator, ignored = self.module, self.communicator, self._ignored
@@ -230,14 +227,26 @@ class DistributedDataParallel(nn.Module):
             return lambda: None
         return lambda: send_values(communicator, named_buffers(module, ignored).values())
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedDataParallel:
+        super()._apply(fn, recurse)
+        now = dict(self.module.named_parameters())
+        for name, parameter, device, dtype in self._placed:
+            if now.get(name) is not parameter:
+                raise self._moved(name, device, dtype, now.get(name))
+        self._look_after_parameters()
+        return self
+
+    def _moved(self, name: str, device: torch.device, dtype: torch.dtype, now: Tensor | None) -> ReplicaError:
+        there = "gone" if now is None else f"{now.dtype} on {now.device}"
+        return ReplicaError(
+            f"rank {self.communicator.rank}: parameter {name} was {dtype} on {device} when the module was wrapped and "
+            f"is {there} now: move and cast the module first, wrap it then"
+        )
+
     def _look_after_parameters(self) -> None:
         for name, parameter, device, dtype in self._placed:
             if parameter.device != device or parameter.dtype != dtype:
-                raise ReplicaError(
-                    f"rank {self.communicator.rank}: parameter {name} was {dtype} on {device} when the module was "
-                    f"wrapped and is {parameter.dtype} on {parameter.device} now: move and cast the module first, wrap "
-                    "it then"
-                )
+                raise self._moved(name, device, dtype, parameter)
         if any(parameter.requires_grad for parameter in self._frozen):
             self._take_in_unfrozen()
 
@@ -250,6 +259,6 @@ class DistributedDataParallel(nn.Module):
         parameters = {n: p for n, p in self.module.named_parameters() if n not in self._ignored}
         require_same_layout(self.communicator, parameters)
         sync = self.require_backward_grad_sync
-        self._release()
+        self._reducer.detach()
         self._make_reducer(parameters)
         self.require_backward_grad_sync = sync

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.base import Communicator
 from samestep.comm.ops import AllReduce
@@ -51,7 +52,7 @@ class Reducer:
 
     `specs` describe the parameters; `caps_bytes` are `make_plan`'s; `also` is called at the end of each synchronised
     backward, on every rank. `sync` may be cleared to accumulate gradients locally; what counts is its value when a
-    backward's first gradient arrives. `detach` takes the hooks off.
+    backward's first gradient arrives. `detach()` takes the hooks off, and so does the end of the object.
     """
 
     def __init__(
@@ -77,16 +78,13 @@ class Reducer:
         self._open = self._syncing = False
         self._started = 0
         self._make_buckets(complete_order((), len(parameters)))
-        self._handles = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)]
+        handles = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)]
+        self.detach = weakref.finalize(self, _remove, handles)
 
     @property
     def accumulating(self) -> bool:
         """Whether there are gradients that only this rank knows."""
         return any(self._used)
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def expect(self, output: Tensor) -> None:
         """Open the backward that comes through `output`, which the module returned, in the graph that it belongs to.
@@ -95,7 +93,7 @@ class Reducer:
         ends too early.
         """
         if output.requires_grad and not output.is_leaf:
-            output.register_hook(_weakly(self._on_output))
+            output.register_hook(self._on_output)  # the graph keeps this object and its hooks until its backward
 
     def add_weight(self, weight: float) -> None:
         """Announce the weight of the backward that comes next, whose loss was multiplied by it.
@@ -138,8 +136,14 @@ class Reducer:
     # A backward, from its first hook to its end
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        arrived = _weakly(self._arrived)
-        return lambda _: arrived(index)
+        arrived = weakref.WeakMethod(self._arrived)
+
+        def hook(_: Tensor) -> None:
+            method = arrived()
+            if method is not None:
+                method(index)
+
+        return hook
 
     def _on_output(self, _: Tensor) -> None:
         self._ensure_open()
@@ -260,13 +264,6 @@ class Reducer:
             self._tail_work.wait()
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls `method` as long as its object lives, without keeping it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: object) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(argument)
-
-    return call
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
