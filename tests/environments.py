@@ -4,6 +4,8 @@ Hosts were made of UTS namespaces on one machine. Versions: torchrun 2.13, Open 
 5.0.2, Intel MPI 2021.18.1, Slurm 22.05.8. The PyTorchJob sets are what the training operator's source writes.
 """
 
+from collections.abc import Mapping
+
 HOST = {
     "HOME": "/home/ada",
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -11,6 +13,13 @@ HOST = {
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "4",
 }
+
+# As scripts set them for processes that they spawn.
+HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node01", "MASTER_PORT": "29500"}
+
+
+def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
 
 
 def torchrun(rank: int, local_rank: int, node_rank: int) -> dict[str, str]:

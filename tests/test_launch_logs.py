@@ -1,11 +1,13 @@
 """Whole lines from any chunks, and what a person sees on a terminal."""
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from screen import Screen
 
 from samestep.launch.logs import (
     Assembler,
@@ -25,54 +27,12 @@ PLAIN = Terminal(40, 10, colour=False)
 def chunked(data: bytes, cuts: Iterable[int]) -> list[bytes]:
     """Cuts `data` at the given places, wherever they are."""
     places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
-
-
-class Screen:
-    """As much of a terminal as is needed to see what a person would see: rows, a cursor, a few sequences."""
-
-    TOKEN = re.compile(rb"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|((?:[^\x1b\r\n])+)|(\x1b)")
-
-    def __init__(self, columns: int = 40) -> None:
-        self.rows = [""]
-        self.row = self.column = 0
-        self.columns, self.wraps = columns, True
-
-    def write(self, data: bytes) -> None:
-        for match in self.TOKEN.finditer(data):
-            argument, final, cr, lf, text, _ = match.groups()
-            if text is not None:
-                self._put(text.decode(errors="replace"))
-            elif cr:
-                self.column = 0
-            elif lf:
-                self.row, self.column = self.row + 1, 0
-                self.rows += [""] * (self.row + 1 - len(self.rows))
-            elif final == b"K":
-                assert argument == b"2"
-                self.rows[self.row] = ""
-            elif final == b"A":
-                self.row -= int(argument)
-                assert self.row >= 0
-            elif final in b"hl":
-                assert argument == b"?7"
-                self.wraps = final == b"h"
-            else:
-                assert final == b"m"
-
-    def _put(self, text: str) -> None:
-        for character in text:
-            if self.column == self.columns:
-                assert not self.wraps, "live lines must not wrap"
-                continue
-            row = self.rows[self.row].ljust(self.column)
-            self.rows[self.row] = row[: self.column] + character + row[self.column + 1 :]
-            self.column += 1
+    return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
 def show(printer: TerminalPrinter, chunks: Sequence[tuple[Source, bytes]], close: bool = True) -> list[str]:
     """The screen after `chunks`, and, if wanted, the end of all that wrote them."""
-    screen = Screen()
+    screen = Screen(40)
     for source, data in chunks:
         screen.write(printer.feed(source, data))
     for source in dict.fromkeys(source for source, _ in chunks) if close else ():
@@ -167,7 +127,7 @@ def test_a_bar_stays_below_the_lines_of_others() -> None:
 
 
 def test_lines_of_the_launcher_and_of_rank_0_itself_come_above_the_bar() -> None:
-    out, screen = TerminalPrinter(PLAIN), Screen()
+    out, screen = TerminalPrinter(PLAIN), Screen(40)
     for data in (out.feed(OUT0, BAR), out.say("note"), out.feed(OUT0, b"\r\x1b[2Khello\nbar 40%")):
         screen.write(data)
     assert screen.rows[:2] == ["note", "[0] hello"]

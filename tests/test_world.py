@@ -96,18 +96,22 @@ class Forbidden(Mapping[str, str]):
 
 
 def test_reads_only_the_mapping_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(os, "environ", Forbidden())
-    for environ in (seen.srun(4, 1, 1), seen.torchrun(3, 1, 1), seen.open_mpi5(1), seen.mpich(1), seen.pod(1), {}):
-        assert World.from_env(environ, device=cpu).size == World.from_env(dict(environ), device=cpu).size
-    assert World.single(cpu).size == 1
-    with pytest.raises(AssertionError, match="os.environ"):
-        World.from_env(device=cpu)
+    given = [seen.srun(4, 1, 1), seen.torchrun(3, 1, 1), seen.open_mpi5(1), seen.mpich(1), seen.pod(1), {}]
+    # pytest looks into os.environ as well, so it is forbidden only while a world is made.
+    with monkeypatch.context() as forbidding:
+        forbidding.setattr(os, "environ", Forbidden())
+        worlds = [World.from_env(environ, device="cpu") for environ in given]
+        alone = World.single("cpu")
+        with pytest.raises(AssertionError, match=r"os\.environ"):
+            World.from_env(device="cpu")
+    assert [world.size for world in worlds] == [5, 4, 2, 2, 3, 1]
+    assert alone.size == 1
 
 
 def test_reads_the_process_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", seen.torchrun(3, 1, 1))
-    world = World.from_env(device="cpu")
+    with monkeypatch.context() as replacing:
+        replacing.setattr(os, "environ", seen.torchrun(3, 1, 1))
+        world = World.from_env(device="cpu")
     assert (world.rank, world.size, world.launcher) == (3, 4, "torchrun")
     assert World.single("cpu").launcher == "none"
 
@@ -176,8 +180,8 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, visible: dict[
 
 def test_too_few_gpus_for_the_third_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 2)
-    environ = seen.old_launch(2, 2) | {"WORLD_SIZE": "4"}
-    with pytest.raises(WorldError, match="rank 2: local rank 2 of 4 .* sees 2 GPUs .*at most 2 ranks per node"):
+    environ = seen.old_launch(2, 2) | {"WORLD_SIZE": "4", "ROCR_VISIBLE_DEVICES": "0"}
+    with pytest.raises(WorldError, match=r"rank 2: local rank 2 of 4 .* sees 2 GPUs .*at most 2 ranks per node"):
         World.from_env(environ)
 
 
@@ -194,14 +198,14 @@ def test_single_takes_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_given_device_is_checked() -> None:
-    with pytest.raises(WorldError, match="device='gpu' is not a torch device.*'cuda:0'"):
+    with pytest.raises(WorldError, match=r"device='gpu' is not a torch device.*'cuda:0'"):
         World.single("gpu")
-    with pytest.raises(TypeError, match="device must be a torch.device, a string or None, got 0"):
+    with pytest.raises(TypeError, match=r"device must be a torch.device, a string or None, got 0"):
         World.single(0)  # type: ignore[arg-type]
 
 
 def test_no_backend_for_other_devices() -> None:
-    with pytest.raises(WorldError, match="rank 3: device=meta: .*cuda .nccl. and cpu .gloo. only"):
+    with pytest.raises(WorldError, match=r"rank 3: device=meta: .*cuda .nccl. and cpu .gloo. only"):
         _ = World(**(FIELDS | {"device": torch.device("meta")})).backend
 
 
@@ -233,6 +237,6 @@ def test_missing_backend(monkeypatch: pytest.MonkeyPatch, backend: str, message:
 def test_missing_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(
-        BackendError, match="'gloo' for device cpu is needed, .* built without torch.distributed; install"
+        BackendError, match=r"'gloo' for device cpu is needed, .* built without torch.distributed; install"
     ):
         require_backend("gloo")

@@ -1,1 +1,55 @@
-"""samestep: data-parallel training for PyTorch in which every worker takes the same step."""
+"""samestep: data-parallel training for PyTorch in which every worker takes the same step.
+
+    comm = samestep.connect()                               # ranks from the launcher's environment; alone, one rank
+    model = samestep.DistributedDataParallel(Net())         # equal replicas, gradients averaged while backward runs
+    sampler = samestep.DistributedSampler(data)             # each rank's share of the samples
+    accuracy = comm.all_reduce(torch.tensor(0.9), samestep.Reduction.MEAN)
+
+Names are loaded when they are first used, so that a launcher that only starts processes does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.comm.base import Communicator
+    from samestep.comm.ops import Reduction
+    from samestep.comm.select import connect
+    from samestep.data.sampler import DistributedSampler
+    from samestep.errors import SamestepError
+    from samestep.parallel.distributed import DistributedDataParallel
+    from samestep.world import World
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "Reduction",
+    "SamestepError",
+    "World",
+    "__version__",
+    "connect",
+]
+
+_HOMES = {
+    "Communicator": "samestep.comm.base",
+    "DistributedDataParallel": "samestep.parallel.distributed",
+    "DistributedSampler": "samestep.data.sampler",
+    "Reduction": "samestep.comm.ops",
+    "SamestepError": "samestep.errors",
+    "World": "samestep.world",
+    "connect": "samestep.comm.select",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

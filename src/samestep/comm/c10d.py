@@ -140,6 +140,8 @@ class C10dCommunicator(Communicator):
             case AllReduce(tensor=tensor, reduction=reduction):
                 carrier, how, finish = _reducible(tensor, reduction, self.size)
                 return dist.all_reduce(carrier, how, group=group, async_op=True), _back(tensor, carrier, finish)
+            case ReduceScatter(reduction=reduction) if reduction not in (Reduction.SUM, Reduction.MEAN):
+                return self._reduce_and_take(op)
             case ReduceScatter(output=output, tensor=tensor, reduction=reduction):
                 carrier, how, _ = _reducible(tensor.view(-1), reduction, self.size)
                 part, _, finish = _reducible(output.view(-1), reduction, self.size)
@@ -154,6 +156,19 @@ class C10dCommunicator(Communicator):
                 return dist.isend(_movable(tensor), self._global(peer), group=group, tag=tag), None
             case Recv(tensor=tensor, peer=peer, tag=tag):
                 return dist.irecv(_movable(tensor), self._global(peer), group=group, tag=tag), None
+
+    def _reduce_and_take(self, op: ReduceScatter) -> tuple[Any, Callable[[], None]]:
+        """Reduce everything and keep a part: Gloo's reduce_scatter of torch 2.6 sums, whatever it is asked for."""
+        whole = op.tensor.view(-1).clone()
+        carrier, how, finish = _reducible(whole, op.reduction, self.size)
+        back = _back(whole, carrier, finish)
+
+        def arrive() -> None:
+            if back is not None:
+                back()
+            op.output.view(-1).copy_(whole.view(self.size, -1)[self.rank])
+
+        return dist.all_reduce(carrier, how, group=self.group, async_op=True), arrive
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)

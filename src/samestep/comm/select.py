@@ -18,19 +18,21 @@ from samestep.world import World, require_backend
 __all__ = ["all_reduce", "communicator_for", "connect"]
 
 
-def communicator_for(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:
-    """Return the fastest communicator for `group`; None is torch.distributed's default group.
+def communicator_for(group: object = None) -> Communicator:
+    """Return the fastest communicator for `group`: a torch.distributed process group, None for its default group.
+
+    A Communicator is returned as it is.
 
     Raises RuntimeError if there is no default group, TypeError for anything that is no group, ValueError if this
     process is not in it.
     """
     if isinstance(group, Communicator):
         return group
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
-        raise TypeError(f"expected a torch.distributed process group or a Communicator, got {type(group).__name__}")
-    return C10dCommunicator(group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return C10dCommunicator(group)
+    raise TypeError(f"expected a torch.distributed process group or a Communicator, got {type(group).__name__}")
 
 
 def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communicator:
@@ -62,7 +64,8 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
     timeout = timedelta(seconds=timeout_s)
     try:
         if world.size == 1:
-            dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(
                 world.backend,

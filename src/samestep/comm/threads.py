@@ -259,7 +259,9 @@ def _reduced(tensors: list[Tensor], reduction: Reduction) -> Tensor:
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         _COMBINE[reduction](total, tensor)
-    return total.div_(len(tensors)) if reduction is Reduction.MEAN else total
+    if reduction is Reduction.MEAN:  # complex numbers part by part: their own division rounds more than once
+        (torch.view_as_real(total) if total.is_complex() else total).div_(len(tensors))
+    return total
 
 
 def _mismatch(ops: dict[int, Op]) -> MismatchError:

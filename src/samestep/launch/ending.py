@@ -87,16 +87,12 @@ def exited(state: State, exits: Sequence[Exit], now: float) -> Step:
 
 def interrupted(state: State, signum: int, now: float) -> Step:
     """The agent was sent `signum`: it is passed on, and Ctrl-C in a run that is already ending means: at once."""
-    pressed = state.pressed
-    if signum == signal.SIGINT:
-        state = replace(state, pressed=now)
-    if state.cause is None:
-        return _end(state, Interrupt(signum), signum, now)
     if signum != signal.SIGINT:
-        return _tell(state, signum)
-    if pressed is not None and now - pressed < _SAME_PRESS_S:
+        return _tell(state, signum) if state.cause else _end(state, Interrupt(signum), signum, now)
+    if state.pressed is not None and now - state.pressed < _SAME_PRESS_S:
         return state, None
-    return _tell(state, signal.SIGKILL)
+    state = replace(state, pressed=now)
+    return _tell(state, signal.SIGKILL) if state.cause else _end(state, Interrupt(signum), signum, now)
 
 
 def output_lost(state: State, lost: OutputLost, now: float) -> Step:

@@ -1,0 +1,5 @@
+"""Replicas of a module that share gradients."""
+
+from samestep.parallel.distributed import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]
