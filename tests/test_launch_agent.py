@@ -15,6 +15,7 @@ from launching import Run, is_gone, processes_below, wait_until
 
 from samestep.errors import LaunchError
 from samestep.launch import agent
+from samestep.launch.guard import Guard
 from samestep.launch.spec import LaunchSpec, worker_environment
 from samestep.world import environment
 
@@ -184,6 +185,16 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path, told_first: b
         wait_until(lambda: is_gone(guard))
 
 
+def test_ranks_die_with_the_launcher_even_if_its_guard_died_before(tmp_path: Path) -> None:
+    with Run(tmp_path, WAITING, *TWO) as run:
+        run.wait_for("ready-0", "ready-1")
+        (guard,) = processes_below(run.process.pid)["samestep-guard"]
+        os.kill(guard, signal.SIGKILL)
+        wait_until(lambda: is_gone(guard))
+        run.process.kill()
+        wait_until(lambda: all(is_gone(int((tmp_path / f"rank-{rank}").read_text())) for rank in range(2)))
+
+
 def test_a_run_does_without_a_guard_that_was_killed(tmp_path: Path) -> None:
     with Run(tmp_path, WAITING, *TWO) as run:
         run.wait_for("ready-0", "ready-1")
@@ -269,6 +280,17 @@ class TestInProcess:
             monkeypatch.delattr(os, "pidfd_open")
         assert agent.run(spec_of("import os; print(os.environ['RANK'])"), stdout=fd, stderr=fd) == 0
         assert sorted((tmp_path / "both").read_text().splitlines()) == ["[0] 0", "[1] 1"]
+
+    def test_workers_start_without_a_guard(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        def killed_guard() -> Guard:
+            guard = Guard()
+            (pid,) = processes_below(os.getpid())["samestep-guard"]
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: is_gone(pid))
+            return guard
+
+        monkeypatch.setattr(agent, "Guard", killed_guard)
+        assert agent.run(spec_of("pass"), stdout=fd, stderr=fd) == 0
 
     def test_a_signal_to_this_process(self, tmp_path: Path, fd: int) -> None:
         code = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"

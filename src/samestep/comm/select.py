@@ -12,7 +12,7 @@ from samestep.comm.base import Communicator
 from samestep.comm.c10d import C10dCommunicator
 from samestep.comm.checked import CheckedCommunicator
 from samestep.comm.ops import Reduction
-from samestep.errors import DeadlineError, MismatchError
+from samestep.errors import CommunicatorError, DeadlineError, MismatchError
 from samestep.world import World, require_backend
 
 __all__ = ["all_reduce", "communicator_for", "connect"]
@@ -47,7 +47,8 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
     Every exchange of the communicator is checked: ranks that ask for different things get a MismatchError.
 
     Raises WorldError for a contradictory environment, BackendError if torch lacks the backend, DeadlineError if not all
-    ranks came, MismatchError if the existing default group is another world than `world`.
+    ranks came, CommunicatorError if rank 0 cannot listen at its address or the backend failed, MismatchError if the
+    existing default group is another world than `world`. There is no default group then, or the one there was.
     """
     world = World.from_env() if world is None else world
     if dist.is_initialized():
@@ -59,7 +60,7 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
             )
         return CheckedCommunicator(C10dCommunicator())
     require_backend(world.backend)
-    if world.device.type == "cuda":
+    if world.device.type == "cuda" and world.device.index is not None:
         torch.cuda.set_device(world.device)
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -74,18 +75,30 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
                 world_size=world.size,
                 timeout=timeout,
             )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise DeadlineError(
-            f"rank {world.rank} of {world.size} did not meet the others at {world.master_addr}:{world.master_port} "
-            f"within {timeout_s:g} s; see that all {world.size} were started, with the same address, and that rank 0's "
-            f"host can be reached there ({str(error).splitlines()[0]})"
-        ) from error
+    except RuntimeError as error:
+        raise _not_met(world, timeout_s, error) from error
     return CheckedCommunicator(C10dCommunicator(owns_group=True))
 
 
 def all_reduce(tensor: Tensor, reduction: Reduction = Reduction.SUM) -> Tensor:
     """Reduce `tensor` in place over torch.distributed's default group, whatever transport serves it; return it."""
     return communicator_for().all_reduce(tensor, reduction)
+
+
+def _not_met(world: World, timeout_s: float, error: RuntimeError) -> CommunicatorError:
+    who, where = f"rank {world.rank} of {world.size}", f"{world.master_addr}:{world.master_port}"
+    said = str(error).splitlines()[0]
+    if "address already in use" in said:
+        return CommunicatorError(
+            f"{who} cannot listen at {where}, as another program does; choose another port (MASTER_PORT) for all ranks "
+            f"({said})"
+        )
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return DeadlineError(
+            f"{who} did not meet the others at {where} within {timeout_s:g} s; see that all {world.size} were started, "
+            f"with the same address, and that rank 0's host can be reached there ({said})"
+        )
+    return CommunicatorError(f"{who} could not join the others who met at {where}: the backend failed ({said})")
 
 
 def _bracketed(host: str) -> str:
