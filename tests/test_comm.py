@@ -93,11 +93,11 @@ class _Afterwards(Work):
 
 
 def _corrupts(kind: type, rank: int, field: str = "tensor") -> Fault:
-    """Change the last element of some rank's result."""
+    """Change the last element of some rank's result, unless it is one of the lengths that methods exchange."""
 
     def fault(comm: Communicator, op: Op) -> Work:
         work = comm.start(op)
-        if comm.rank != rank or type(op) is not kind:
+        if comm.rank != rank or type(op) is not kind or op.tensor.dtype is torch.int64:
             return work
         result = getattr(op, field).view(-1)
         return _Afterwards(work, lambda: result[-1:].zero_())
@@ -185,7 +185,7 @@ _FAULTS: dict[str, tuple[Fault, str]] = {
     "corrupt parts": (_corrupts(AllToAll, 0, "output"), r"rank 0 of 3, all_to_all of .*uint8\[2\]"),
     "corrupt message": (_corrupts(Recv, 1), r"rank 1 of 3, recv\(peer=0\) of uint8\[3, 5\]"),
     "no sum": (_drops(AllReduce), r"rank 0 of 3, all_reduce\(sum\) of uint8\[3, 5\]"),
-    "no barrier": (_drops(Barrier), r"rank \d of 3|rank \d, barrier: left before rank \d had entered"),
+    "no barrier": (_drops(Barrier), r"rank \d, barrier: left before rank \d had entered"),
     "no messages": (lambda comm, op: DoneWork() if isinstance(op, Send | Recv) else comm.start(op), r"recv\(peer="),
     "swapped ranks": (_swaps_ranks, r"rank 0 of 3, all_gather of uint8"),
     "always sums": (_always_sums, r"rank 0 of 3, reduce_scatter\((mean|min)\) of "),
@@ -231,10 +231,6 @@ class _Everyone(Faulty):
 def test_the_check_bites_wrong_groups(kind: type[Faulty]) -> None:
     with pytest.raises(AssertionError, match=r"rank \d of 3, split\(\[.*\]\): expected \(rank, size\) "):
         run_threads(lambda comm: check_communicator(kind(comm, lambda inner, op: inner.start(op))), 3, timeout_s=10.0)
-
-
-def _overlooks(comm: Communicator, op: Op) -> Work:
-    return DoneWork() if op.__class__ is not AllReduce or op.tensor.numel() != 3 else comm.start(op)
 
 
 def _blames_nobody(comm: Communicator, op: Op) -> Work:

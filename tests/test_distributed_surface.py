@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import threading
 from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
 import torch
-from models import Recorder, grads, linear, mlp, samples, wrap
+from models import Recorder, equal, grads, linear, mlp, samples, wrap
 from torch import Tensor, nn
 
 from samestep.comm.base import Communicator
 from samestep.parallel.distributed import DistributedDataParallel
 from samestep.parallel.inputs import tensors_in, to_device
-from samestep.testing.ranks import run_threads
+from samestep.testing.ranks import run_processes, run_threads
 
 # Inputs and outputs
 
@@ -206,6 +208,58 @@ def test_buffers_follow_rank_0_after_every_step(options: dict[str, bool]) -> Non
     (first, log), (second, other_log) = run_threads(rank, 2)
     assert torch.equal(first, second) == options.get("broadcast_buffers", True)
     assert log == other_log == [], "evaluation exchanges nothing"
+
+
+def test_a_buffer_that_the_module_replaces_is_sent_too() -> None:
+    class Counting(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.layer, self.rank = linear(), rank
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + self.rank + 1
+            return self.layer(x)
+
+    def rank(comm: Communicator) -> float:
+        model = wrap(Counting(comm.rank), comm)
+        for _ in range(3):
+            model(samples(2)).sum().backward()
+        return model.count.item()
+
+    assert run_threads(rank, 2) == [3.0, 3.0]
+
+
+# Copies
+
+
+def test_a_deep_copy_trains_apart_over_the_same_group() -> None:
+    def rank(comm: Communicator) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        model = wrap(mlp(), comm)
+        model(samples(2, comm.rank)).sum().backward()
+        other = copy.deepcopy(model)
+        model.zero_grad()
+        other(samples(3, comm.rank)).square().sum().backward()
+        assert all(g is None for g in grads(model))
+        model(samples(3, comm.rank)).square().sum().backward()
+        other.load_state_dict(model.state_dict())
+        return grads(model), grads(other)
+
+    (first, copied), (second, copied_too) = run_threads(rank, 2)
+    assert equal(first, second)
+    assert equal(copied, copied_too)
+
+
+def test_a_pickled_wrapper_comes_back_over_the_default_group() -> None:
+    assert run_processes(pickled, 2) == [True, True]
+
+
+def pickled(comm: Communicator) -> bool:
+    model = DistributedDataParallel(mlp())
+    other = pickle.loads(pickle.dumps(model))
+    other(samples(2, comm.rank)).sum().backward()
+    model(samples(2, comm.rank)).sum().backward()
+    return equal(grads(model), grads(other))
 
 
 # Arguments

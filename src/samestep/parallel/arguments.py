@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from samestep.parallel.plan import Parameter
 
 __all__ = [
+    "buffer_owners",
     "caps_in_bytes",
     "check_devices",
     "check_trainable",
     "choose_group",
     "describe_parameters",
-    "named_buffers",
     "refuse",
 ]
 
@@ -106,9 +106,10 @@ def caps_in_bytes(cap_mib: float | None, caps_mib: Sequence[float] | None) -> tu
     return tuple(int(cap * _MIB) for cap in chosen)
 
 
-def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tensor]:
-    """Return the buffers of `module` that its replicas share, by name."""
-    return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+def buffer_owners(module: nn.Module, ignored: Collection[str]) -> list[tuple[nn.Module, str]]:
+    """Return where the buffers of `module` are that its replicas share: the tensors themselves may be replaced."""
+    places = [(name.rpartition("."), name) for name, _ in module.named_buffers()]
+    return [(module.get_submodule(path), last) for (path, _, last), name in places if name not in ignored]
 
 
 def describe_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> list[Parameter]:

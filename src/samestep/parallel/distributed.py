@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +18,12 @@ from samestep.comm.select import communicator_for
 from samestep.errors import ReplicaError
 from samestep.parallel.arguments import (
     Device,
+    buffer_owners,
     caps_in_bytes,
     check_devices,
     check_trainable,
     choose_group,
     describe_parameters,
-    named_buffers,
     refuse,
 )
 from samestep.parallel.inputs import tensors_in, to_device
@@ -116,7 +117,9 @@ class DistributedDataParallel(nn.Module):
         if init_sync:
             # As in torch, forward_sync_buffers=False leaves the start alone, broadcast_buffers=False does not.
             start = self.broadcast_buffers or forward_sync_buffers is not None
-            values: dict[str, Tensor] = {**parameters, **(named_buffers(module, self._ignored) if start else {})}
+            values: dict[str, Tensor] = dict(parameters)
+            if start:
+                values.update((n, b) for n, b in module.named_buffers() if n not in self._ignored)
             require_same_layout(self.communicator, values)
             send_values(self.communicator, values.values())
         self._make_reducer(parameters)
@@ -204,6 +207,28 @@ class DistributedDataParallel(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("process_group", "communicator", "_reducer", "_frozen", "_placed"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled object over torch.distributed's default group, as torch's class does."""
+        self._restore(state, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """Copy module and settings; the copy exchanges over the same group and begins without gradients under way."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other._restore(copy.deepcopy(self.__getstate__(), memo), self.process_group)
+        return other
+
+    def _restore(self, state: dict[str, Any], process_group: Any) -> None:
+        super().__setstate__(state)
+        self.process_group, self.communicator = process_group, communicator_for(process_group)
+        self._make_reducer({n: p for n, p in self.module.named_parameters() if n not in self._ignored})
+
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
         """Leave parameters and buffers of these names alone when `module` is wrapped; as torch's method."""
@@ -222,10 +247,9 @@ class DistributedDataParallel(nn.Module):
         )
 
     def _buffer_sender(self) -> Callable[[], None]:
-        module, communicator, ignored = self.module, self.communicator, self._ignored
-        if not self.broadcast_buffers:
-            return lambda: None
-        return lambda: send_values(communicator, named_buffers(module, ignored).values())
+        communicator = self.communicator
+        owners = buffer_owners(self.module, self._ignored) if self.broadcast_buffers else []
+        return lambda: send_values(communicator, [owner.get_buffer(name) for owner, name in owners])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedDataParallel:
         super()._apply(fn, recurse)
