@@ -11,7 +11,7 @@ from pathlib import Path
 
 from samestep.world import environment
 
-__all__ = ["Run", "is_gone", "processes_below", "wait_until"]
+__all__ = ["Run", "guard_of", "is_gone", "wait_until"]
 
 _LIMIT_S = 60.0
 _LOOK_S = 0.01
@@ -125,14 +125,20 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def processes_below(pid: int) -> dict[str, list[int]]:
+def guard_of(pid: int) -> int:
+    """The guard of a launcher; waits until it has taken its name."""
+    wait_until(lambda: "samestep-guard" in _processes_below(pid))
+    return _processes_below(pid)["samestep-guard"]
+
+
+def _processes_below(pid: int) -> dict[str, int]:
     """The children of a process, by their name."""
-    found: dict[str, list[int]] = {}
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if int(_stat(int(entry.name))[1]) == pid:
-                    found.setdefault((entry / "comm").read_text().strip(), []).append(int(entry.name))
+                    found[(entry / "comm").read_text().strip()] = int(entry.name)
             except (FileNotFoundError, ProcessLookupError):
                 continue
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from samestep.comm.base import Communicator
 from samestep.comm.checked import CheckedCommunicator
 from samestep.comm.ops import AllReduce, Barrier, Recv, Send
 from samestep.comm.threads import thread_communicators
-from samestep.errors import CommunicatorError, DeadlineError, MismatchError, PeerLostError
+from samestep.errors import DeadlineError, MismatchError, PeerLostError
 from samestep.testing.ranks import RankError, run_processes, run_threads
 
 
@@ -26,33 +25,15 @@ def test_all_survivors_of_a_death_learn_of_it_at_once(case: str, tmp_path: Path)
 
 
 def test_a_rank_that_never_comes_to_gloo() -> None:
-    said = run_processes(comm_ranks.miss_the_deadline, 3)
-    assert said[0] == ""
-    for rank in (1, 2):
-        assert re.match(
-            rf"rank {rank} of 3, all_reduce\(sum\) of float32\[3\]: a peer did not come in time; look for ", said[rank]
-        ), said[rank]
+    first, second, third = run_processes(comm_ranks.miss_the_deadline, 3)
+    assert first == ""
+    late = "a peer did not come in time; look for a rank that stopped or made fewer calls"
+    assert second.startswith(f"rank 1 of 2, all_reduce(sum) of float32[3]: {late}")
+    assert third.startswith(f"rank 2 of 3, recv(peer=0, tag=5) of float32[3]: {late}")
 
 
 def test_closing_gloo_groups_leaves_the_others() -> None:
     assert run_processes(comm_ranks.close_and_go_on, 3) == [[0, 1, 2]] * 3
-
-
-def _leave_it_to(*ranks: int, op: Callable[[], AllReduce | Barrier | Recv | Send]) -> Callable[[Communicator], str]:
-    """Return a rank's function: only `ranks` start `op`, and return the message of the error that they get."""
-
-    def main(comm: Communicator) -> str:
-        if comm.rank not in ranks:
-            comm.recv(torch.empty(1), ranks[0], 9)  # stays until the others have seen their error
-            return ""
-        with pytest.raises(CommunicatorError) as first:
-            comm.start(op()).wait()
-        with pytest.raises(type(first.value), match=f"rank {comm.rank}: the group is broken since: rank ") as second:
-            comm.barrier()
-        assert str(first.value) in str(second.value) or "broken since" in str(first.value)
-        return f"{type(first.value).__name__}: {first.value}"
-
-    return main
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Run, is_gone, processes_below, wait_until
+from launching import Run, guard_of, is_gone, wait_until
 
 from samestep.errors import LaunchError
 from samestep.launch import agent
@@ -175,7 +174,7 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path, told_first: b
     (tmp_path / "stay").touch()
     with Run(tmp_path, WAITING, *TWO) as run:
         run.wait_for("ready-0", "ready-1")
-        (guard,) = processes_below(run.process.pid)["samestep-guard"]
+        guard = guard_of(run.process.pid)
         if told_first:
             run.process.send_signal(signal.SIGTERM)
             run.wait_for("told-0", "told-1")
@@ -188,7 +187,7 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path, told_first: b
 def test_ranks_die_with_the_launcher_even_if_its_guard_died_before(tmp_path: Path) -> None:
     with Run(tmp_path, WAITING, *TWO) as run:
         run.wait_for("ready-0", "ready-1")
-        (guard,) = processes_below(run.process.pid)["samestep-guard"]
+        guard = guard_of(run.process.pid)
         os.kill(guard, signal.SIGKILL)
         wait_until(lambda: is_gone(guard))
         run.process.kill()
@@ -198,7 +197,7 @@ def test_ranks_die_with_the_launcher_even_if_its_guard_died_before(tmp_path: Pat
 def test_a_run_does_without_a_guard_that_was_killed(tmp_path: Path) -> None:
     with Run(tmp_path, WAITING, *TWO) as run:
         run.wait_for("ready-0", "ready-1")
-        (guard,) = processes_below(run.process.pid)["samestep-guard"]
+        guard = guard_of(run.process.pid)
         os.kill(guard, signal.SIGKILL)
         wait_until(lambda: is_gone(guard))
         run.process.terminate()
@@ -208,12 +207,16 @@ def test_a_run_does_without_a_guard_that_was_killed(tmp_path: Path) -> None:
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
     text = 'note("ready")\nwait_for("go")'
-    ignore: Callable[[], object] = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
-    with Run(tmp_path, text, preexec_fn=ignore) as run:
+    with Run(tmp_path, text, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as run:
         run.wait_for("ready")
         run.process.send_signal(signal.SIGHUP)
         (tmp_path / "go").touch()
         assert run.wait() == 0
+
+
+def test_exit_codes_are_known_even_where_children_are_ignored(tmp_path: Path) -> None:
+    with Run(tmp_path, "sys.exit(7)", preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)) as run:
+        assert run.wait() == 7
 
 
 # ---- torch
@@ -284,7 +287,7 @@ class TestInProcess:
     def test_workers_start_without_a_guard(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def killed_guard() -> Guard:
             guard = Guard()
-            (pid,) = processes_below(os.getpid())["samestep-guard"]
+            pid = guard_of(os.getpid())
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: is_gone(pid))
             return guard

@@ -10,7 +10,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from launching import Run
+from launching import Run, is_gone, wait_until
 from screen import Screen
 
 TWO = ("--nproc-per-node", "2")
@@ -138,3 +138,20 @@ while True:
         run.assert_nobody_is_left(1)
     os.close(readable)
     assert int((tmp_path / "written").read_text()) < 2 << 20  # the rank had to wait, nothing is stored without limit
+
+
+def test_what_a_rank_wrote_before_its_end_is_kept_for_a_slow_reader(tmp_path: Path) -> None:
+    readable, writable = os.pipe()
+    # As much as two full pipes and what the launcher stores, so the rank can end before anything is read.
+    text = """
+rest = (b"x" * 999 + b"\\n") * 1170
+while rest:
+    rest = rest[os.write(1, rest[:5000]):]
+"""
+    with Run(tmp_path, text, "--no-prefix", stdout=writable) as run:
+        os.close(writable)
+        run.wait_for("rank-0")
+        wait_until(lambda: is_gone(int((tmp_path / "rank-0").read_text())))
+        with open(readable, "rb") as reader:
+            assert reader.read() == (b"x" * 999 + b"\n") * 1170
+        assert run.wait() == 0

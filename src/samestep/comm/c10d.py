@@ -95,7 +95,7 @@ class C10dCommunicator(Communicator):
 
     def _start(self, op: Op) -> Work:
         if self._broken is not None:
-            raise self._again(*self._broken)
+            raise self._again()
         try:
             work, finish = self._begin(op)
         except RuntimeError as error:
@@ -105,7 +105,7 @@ class C10dCommunicator(Communicator):
     def failed(self, op: Op, error: RuntimeError) -> CommunicatorError:
         """Translate the backend's `error` in `op`; the first one breaks the group, on the peers, too."""
         if self._broken is not None:
-            return self._again(*self._broken)
+            return self._again()
         said = str(error).lower()
         kind = PeerLostError if any(s in said for s in _LOST) else CommunicatorError
         kind = DeadlineError if kind is CommunicatorError and any(s in said for s in _LATE) else kind
@@ -119,7 +119,9 @@ class C10dCommunicator(Communicator):
         _hang_up(self.group)
         return kind(message)
 
-    def _again(self, kind: type[CommunicatorError], message: str) -> CommunicatorError:
+    def _again(self) -> CommunicatorError:
+        assert self._broken is not None
+        kind, message = self._broken
         return kind(f"rank {self.rank}: the group is broken since: {message}")
 
     def _begin(self, op: Op) -> tuple[Any, Callable[[], None] | None]:
@@ -188,20 +190,24 @@ class C10dCommunicator(Communicator):
 class _C10dWork(Work):
     def __init__(self, owner: C10dCommunicator, op: Op, work: Any, finish: Callable[[], None] | None) -> None:
         self._owner, self._op, self._work, self._finish = owner, op, work, finish
+        self._error: CommunicatorError | None = None
 
     def done(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
         if self._work is None:
             return
+        work, self._work = self._work, None
         try:
-            self._work.wait()
+            work.wait()
         except RuntimeError as error:
-            raise self._owner.failed(self._op, error) from error
+            self._error = self._owner.failed(self._op, error)
+            raise type(self._error)(str(self._error)) from error
         if self._finish is not None:
             self._finish()
-        self._work = None
 
 
 # Dtypes that every backend can move as they are; the others travel as bytes.
