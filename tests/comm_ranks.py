@@ -108,8 +108,6 @@ def survive(comm: Communicator, case: str, path: str) -> str | None:
     assert f"rank {comm.rank}: the group is broken since: {said}" == again, again
     meeting.set(str(comm.rank), said)
     meeting.wait([str(rank) for rank in range(comm.size) if rank != VICTIM])
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return said
 
 

@@ -8,7 +8,7 @@ __all__ = ["Screen"]
 class Screen:
     """As much of a terminal as is needed to see what a person would see: rows, a cursor, a few sequences."""
 
-    TOKEN = re.compile(rb"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|((?:[^\x1b\r\n])+)|(\x1b)")
+    TOKEN = re.compile(rb"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|((?:[^\x1b\r\n])+)|(\x1b\[?)")
 
     def __init__(self, columns: int) -> None:
         self.rows = [""]
@@ -17,7 +17,9 @@ class Screen:
 
     def write(self, data: bytes) -> None:
         for match in self.TOKEN.finditer(data):
-            argument, final, cr, lf, text, _ = match.groups()
+            argument, final, cr, lf, text, unfinished = match.groups()
+            if unfinished:
+                continue
             if text is not None:
                 self._put(text.decode(errors="replace"))
             elif cr:

@@ -137,7 +137,9 @@ def test_lines_of_the_launcher_and_of_rank_0_itself_come_above_the_bar() -> None
 
 def test_the_last_state_of_a_bar_stays_as_a_line() -> None:
     finished = [(OUT0, BAR), (OUT0, b"\r\x1b[2Kbar 100%\n\x1b[?25h"), (OUT1, b"bye\n")]
-    assert show(TerminalPrinter(PLAIN), finished) == ["[0] bar 100%", "[1] bye", ""]
+    assert show(TerminalPrinter(PLAIN), finished) == ["[1] bye", "[0] bar 100%", ""]
+    finished[2:2] = [(OUT0, b"done\n")]
+    assert show(TerminalPrinter(PLAIN), finished) == ["[0] bar 100%", "[0] done", "[1] bye", ""]
     cut_off = [(OUT0, BAR), (OUT1, b"bye\n")]
     assert show(TerminalPrinter(PLAIN), cut_off) == ["[1] bye", "[0] bar 20%", ""]
     removed = [(OUT0, BAR), (OUT0, b"\r\x1b[2K\x1b[?25h"), (OUT1, b"bye\n")]
@@ -149,22 +151,62 @@ def test_a_bar_with_the_carriage_return_behind_and_a_bar_on_stderr() -> None:
     assert show(TerminalPrinter(PLAIN), chunks, close=False) == ["[1] x", "[0] 2%", "[0]  8/9"]
 
 
-def test_a_bar_of_two_rows() -> None:
-    up = b"\r\x1b[2K\x1b[1A\x1b[2K"
-    frames = [b"a1\nb1", up + b"a2\nb2", up + b"hello\na3\nb3", up + b"a4\nb4"]
+def rich_frame(*rows: str, over: int = 1) -> tuple[Source, bytes]:
+    """What rich writes to draw rows anew `over` those that it drew before."""
+    return OUT0, b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * (over - 1) + "\n".join(rows).encode()
+
+
+def test_a_bar_of_several_rows_that_grows() -> None:
     chunks = [
-        (OUT0, frames[0]),
-        (OUT0, frames[1]),
+        (OUT0, b"begin\n\x1b[?25l"),
+        rich_frame("a1"),
+        rich_frame("a2", "b2"),
         (OUT1, b"x\n"),
-        (OUT0, frames[2]),
+        rich_frame("a3", "b3", "c3", over=2),
         (OUT1, b"y\n"),
-        (OUT0, frames[3]),
+        rich_frame("hello", "a4", "b4", "c4", over=3),
     ]
-    # The first frame could not yet be known to be drawn anew.
-    seen = ["[0] a1", "[1] x", "[0] hello", "[1] y", "[0] a4", "[0] b4"]
+    live = ["[0] begin", "[1] x", "[1] y", "[0] hello", "[0] a4", "[0] b4", "[0] c4"]
+    assert show(TerminalPrinter(PLAIN), chunks, close=False) == live
+    chunks += [rich_frame("a5", "b5", "c5", over=3), (OUT1, b"z\n"), (OUT0, b"\n\x1b[?25hbye\n")]
+    end = ["[0] begin", "[1] x", "[1] y", "[0] hello", "[1] z", "[0] a5", "[0] b5", "[0] c5", "[0] bye", ""]
+    assert show(TerminalPrinter(PLAIN), chunks, close=False) == end
+
+
+def test_a_bar_that_goes_away_in_the_end() -> None:
+    gone = b"\n\x1b[?25h\r" + b"\x1b[1A\x1b[2K" * 2
+    chunks = [rich_frame("a1", "b1"), rich_frame("hello", "a2", "b2", over=2), (OUT0, gone), (OUT0, b"bye\n")]
+    assert show(TerminalPrinter(PLAIN), chunks, close=False) == ["[0] hello", "[0] bye", ""]
+    assert show(TerminalPrinter(PLAIN), chunks[:-1]) == ["[0] hello", "", ""]
+
+
+def test_a_bar_inside_a_bar() -> None:
+    """As tqdm draws them: down to the inner one, and back up."""
+    chunks = [(ERR0, b"\router 0"), (ERR0, b"\n\rinner 0\x1b[A"), (ERR0, b"\n\rinner 1\x1b[A")]
+    # That the first row will be drawn anew can't be known before the cursor moves up.
+    assert show(TerminalPrinter(PLAIN), chunks, close=False) == ["[0] outer 0", "[0] inner 1"]
+    chunks += [(OUT1, b"x\n"), (ERR0, b"\router 1"), (ERR0, b"\n\rinner 0\x1b[A"), (OUT1, b"y\n")]
+    seen = ["[0] outer 0", "[1] x", "[1] y", "[0] outer 1", "[0] inner 0"]
     assert show(TerminalPrinter(PLAIN), chunks, close=False) == seen
-    chunks.append((OUT0, b"\nbye\n"))
-    assert show(TerminalPrinter(PLAIN), chunks) == [*seen, "[0] bye", ""]
+    chunks += [(ERR0, b"\n\r       \r\x1b[A"), (ERR0, b"\router 2\n")]
+    assert show(TerminalPrinter(PLAIN), chunks) == ["[0] outer 0", "[1] x", "[1] y", "[0] outer 2", ""]
+
+
+def test_lines_after_a_bar_are_lines_again() -> None:
+    lines = [b"%d\n" % i for i in range(30)]
+    chunks = [rich_frame("bar"), *((OUT0, line) for line in [b"\n", *lines])]
+    out = TerminalPrinter(PLAIN)
+    assert show(out, chunks, close=False) == ["[0] bar", *(f"[0] {i}" for i in range(30)), ""]
+    assert out.say("last") == b"last\n"  # nothing is held back, so nothing is drawn anew
+
+
+def test_a_bar_may_be_higher_than_the_terminal() -> None:
+    names = [f"row {i}" for i in range(20)]
+    chunks = [rich_frame(*names), rich_frame(*names, over=20), rich_frame(*names, over=20)]
+    out = TerminalPrinter(PLAIN)
+    for source, data in [*chunks, *((ERR0, data) for _, data in chunks)]:
+        assert out.feed(source, data).count(b"\x1b[1A") < PLAIN.lines
+    assert show(TerminalPrinter(PLAIN), chunks)[-2:] == ["[0] row 19", ""]
 
 
 def test_other_ranks_do_not_move_the_cursor() -> None:
@@ -187,6 +229,46 @@ def test_half_a_sequence_is_not_drawn_and_nothing_new_draws_nothing() -> None:
     assert out.feed(OUT0, b"\rbar \x1b[3") == b"\x1b[?7l[0] bar \x1b[?7h"
     assert out.feed(OUT0, b"2") == b""
     assert b"bar \x1b[32mgreen" in out.feed(OUT0, b"mgreen")
+
+
+DRAWN = st.sampled_from(
+    [
+        b"\n",
+        b"\r",
+        b"a",
+        b"bc ",
+        b"\x1b[2K",
+        b"\x1b[K",
+        b"\x1b[A",
+        b"\x1b[3A",
+        b"\x1b[31m",
+        b"\x1b[?25h",
+        b"\x1b[",
+        b"\x1b[H",
+        b"\x1b]8;;",
+        b"\x07",
+    ]
+)
+
+
+@given(st.lists(st.lists(DRAWN, max_size=8).map(b"".join), max_size=30), st.integers(1, 8))
+def test_whatever_rank_0_draws_lines_of_others_stay_whole(drawn: list[bytes], lines: int) -> None:
+    out, screen = TerminalPrinter(Terminal(1000, lines, colour=False)), Screen(1000)
+    for number, data in enumerate(drawn):
+        screen.write(out.feed(OUT0, data))
+        screen.write(out.feed(OUT1, b"line %d\n" % number))
+    screen.write(out.close(OUT0) + out.close(OUT1))
+    expected = [f"[1] line {number}" for number in range(len(drawn))]
+    assert [row for row in screen.rows if row.startswith("[1]")] == expected
+    assert all(row.startswith("[0] ") for row in screen.rows if row and not row.startswith("[1]"))
+
+
+@given(st.lists(st.sampled_from([b"\n", b"a", b"bc", b"\xff"])).map(b"".join), st.lists(st.integers(0, 100)))
+def test_text_without_sequences_is_on_a_terminal_what_it_is_in_a_file(data: bytes, cuts: list[int]) -> None:
+    terminal, file = TerminalPrinter(PLAIN), FilePrinter()
+    chunks = chunked(data, cuts)
+    assert [terminal.feed(OUT0, chunk) for chunk in chunks] == [file.feed(OUT0, chunk) for chunk in chunks]
+    assert terminal.close(OUT0) == file.close(OUT0)
 
 
 @given(st.lists(st.integers(0, 400)))

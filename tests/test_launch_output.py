@@ -142,16 +142,23 @@ while True:
 
 def test_what_a_rank_wrote_before_its_end_is_kept_for_a_slow_reader(tmp_path: Path) -> None:
     readable, writable = os.pipe()
-    # As much as two full pipes and what the launcher stores, so the rank can end before anything is read.
     text = """
-rest = (b"x" * 999 + b"\\n") * 1170
-while rest:
-    rest = rest[os.write(1, rest[:5000]):]
+os.set_blocking(1, False)
+data, written = b"%0999d\\n" * 4000 % tuple(range(4000)), 0
+while select.select([], [1], [], 0.3)[1]:  # until every pipe is full and the launcher takes no more
+    try:
+        written += os.write(1, data[written:written + 4096])
+    except BlockingIOError:
+        continue
+note("written", written)
 """
     with Run(tmp_path, text, "--no-prefix", stdout=writable) as run:
         os.close(writable)
-        run.wait_for("rank-0")
+        run.wait_for("written")
         wait_until(lambda: is_gone(int((tmp_path / "rank-0").read_text())))
         with open(readable, "rb") as reader:
-            assert reader.read() == (b"x" * 999 + b"\n") * 1170
+            received = reader.read()
         assert run.wait() == 0
+    data = b"%0999d\n" * 4000 % tuple(range(4000))
+    expected = data[: int((tmp_path / "written").read_text())]
+    assert received == expected.removesuffix(b"\n") + b"\n"

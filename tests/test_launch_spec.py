@@ -53,11 +53,17 @@ def test_a_worker_gets_every_variable_of_torchrun() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
 
 
 def test_the_users_settings_stay_and_stale_ranks_go() -> None:
-    theirs = {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    theirs = {
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
     stale = {"RANK": "7", "WORLD_SIZE": "9", "GROUP_RANK": "4", "TORCHELASTIC_ERROR_FILE": "/tmp/e.json"}
     spec = replace(SPEC, environment={**theirs, **stale})
     environment = worker_environment(spec, 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm import c10d_gloo
 from samestep.comm.base import Communicator, DoneWork, Work
 from samestep.comm.ops import (
     AllGather,
@@ -61,10 +61,6 @@ _LOST = (
 _LATE = ("timed out", "timeout", "time out")
 
 
-# A tag that no caller can have: theirs end at 2**30.
-_NEVER_SENT = 2**31 - 1
-
-
 class C10dCommunicator(Communicator):
     """A communicator over `group`, a torch.distributed process group; None is the default group.
 
@@ -72,8 +68,9 @@ class C10dCommunicator(Communicator):
     is not initialised, ValueError if this process is not in `group`. Closing it destroys the group if `owns_group`,
     else leaves it to whoever made it.
 
-    A failed exchange breaks the group: this rank's connections in it are closed, so that peers learn of it at once, and
-    all that is left to do with the group is to destroy it.
+    A failed exchange breaks the group, and all that is left to do with it is to destroy it. With Gloo, this rank's
+    connections in it are closed, so that peers learn of it at once; a rank whose large message was cut off learns of it
+    within seconds in a collective, and at the deadline in `send` and `recv`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, owns_group: bool = False) -> None:
@@ -90,6 +87,7 @@ class C10dCommunicator(Communicator):
         if self.rank < 0:
             raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
         self.device = _control_device(self.group)
+        self._gloo = c10d_gloo.is_gloo(self.group)
         self._owns_group = owns_group
         self._broken: tuple[type[CommunicatorError], str] | None = None
 
@@ -116,8 +114,19 @@ class C10dCommunicator(Communicator):
         }[kind]
         message = f"rank {self.rank} of {self.size}, {describe(op)}: {what} ({_first_line(error)})"
         self._broken = kind, message
-        _hang_up(self.group)
+        if self._gloo:
+            c10d_gloo.hang_up(self.group)
         return kind(message)
+
+    def wait(self, op: Op, work: Any) -> None:
+        """Wait for the backend's `work`; raise RuntimeError if it failed, or if the group is known to have failed."""
+        on_cpu = self._gloo and (isinstance(op, Barrier) or op.tensor.device.type == "cpu")
+        if not on_cpu or isinstance(op, Send | Recv):
+            work.wait()
+        elif self._broken is None or work.is_completed():
+            c10d_gloo.wait(self.group, work)
+        else:
+            raise self._again()
 
     def _again(self) -> CommunicatorError:
         assert self._broken is not None
@@ -202,7 +211,7 @@ class _C10dWork(Work):
             return
         work, self._work = self._work, None
         try:
-            work.wait()
+            self._owner.wait(self._op, work)
         except RuntimeError as error:
             self._error = self._owner.failed(self._op, error)
             raise type(self._error)(str(self._error)) from error
@@ -276,20 +285,6 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     except (AttributeError, RuntimeError):  # a backend that keeps none
         return dist.distributed_c10d.default_pg_timeout
     return timeout
-
-
-def _hang_up(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a broken Gloo group, so that those who wait for this rank learn of it.
-
-    Gloo closes all of a rank's connections when it has waited too long for one message, so this waits for one that
-    nobody sends. Neither shutdown() nor abort() closes any; they last until the last reference to the group is gone.
-    """
-    if "cpu:gloo" not in dist.get_backend_config(group):
-        return
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _control_device(group: dist.ProcessGroup) -> torch.device:

@@ -6,10 +6,11 @@ terminal also gets *live lines*, at the bottom of the screen: what a progress ba
 over with carriage returns.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from samestep.launch.rows import Rows
 
 __all__ = [
     "Assembler",
@@ -29,13 +30,6 @@ _ERASE_ROW = b"\x1b[2K"
 _ERASE_ROW_ABOVE = b"\x1b[1A\x1b[2K"
 # A live line that is wider than the terminal is cut off, not wrapped: a wrapped one could not be erased.
 _WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"
-# A row longer than this is data, not a progress bar; drawing it anew for each chunk would take for ever.
-_MAX_BAR_BYTES = 1 << 16
-
-# Colours ("m") are the ranks' business; whatever moves the cursor or clears is the launcher's alone.
-_CURSOR = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-ln-~]|[78c=>DEHM])")
-_CURSOR_UP = re.compile(rb"\x1b\[(\d*)[AF]")
-_UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?\Z")
 
 
 @dataclass(frozen=True)
@@ -153,13 +147,14 @@ class TerminalPrinter:
     def __init__(self, terminal: Terminal, *, prefix: bool = True) -> None:
         self._terminal = terminal
         self._prefix = prefix
-        self._screens: dict[Source, _Rows] = {}
+        self._screens: dict[Source, Rows] = {}
         self._drawn: list[bytes] = []
+        # One row stays free for what scrolls by above the live ones.
+        self._max_live = max(0, terminal.lines - 1)
 
     def feed(self, source: Source, data: bytes) -> bytes:
         if source not in self._screens:
-            # One line stays free for what scrolls by above the live ones.
-            self._screens[source] = _Rows(self._terminal.lines - 1 if source.rank == 0 else 0)
+            self._screens[source] = Rows(self._max_live if source.rank == 0 else 0)
         return self._show(self._lines(source, self._screens[source].feed(data)))
 
     def close(self, source: Source) -> bytes:
@@ -181,64 +176,12 @@ class TerminalPrinter:
 
     def _show(self, lines: list[bytes]) -> bytes:
         live = [row for source, rows in self._screens.items() for row in self._lines(source, rows.live())]
+        live = live[-self._max_live :]  # both streams of rank 0 may have bars
         if not lines and live == self._drawn:
             return b""
         shown = _erase(len(self._drawn)) + b"".join(line + b"\n" for line in lines) + _draw(live)
         self._drawn = live
         return shown
-
-
-class _Rows:
-    """One stream as a terminal would show it: rows that are final, and up to `max_live` that may yet change."""
-
-    def __init__(self, max_live: int) -> None:
-        self._assembler = Assembler()
-        self._max_live = max_live
-        self._held: list[bytes] = []
-        self._num_held = 0
-        self._overwrites = False  # the unfinished row has a carriage return
-
-    def feed(self, data: bytes) -> list[bytes]:
-        lines = self._assembler.feed(data)
-        for line in lines.split(b"\n")[:-1]:
-            self._retract(line)
-            self._held.append(_visible(line))
-        self._overwrites = b"\r" in data[data.rfind(b"\n") + 1 :] or (self._overwrites and not lines)
-        if b"\r" in data:
-            self._forget_overwritten()
-        keep = max(0, len(self._held) - self._num_held)
-        final, self._held = self._held[:keep], self._held[keep:]
-        return final
-
-    def live(self) -> list[bytes]:
-        is_bar = self._max_live and (self._overwrites or self._held) and len(self._assembler) <= _MAX_BAR_BYTES
-        row = _UNFINISHED.sub(b"", _visible(self._assembler.rest)) if is_bar else b""
-        return [*self._held, row] if row else list(self._held)
-
-    def close(self) -> list[bytes]:
-        row = _visible(self._assembler.rest)
-        return [*self._held, row] if row else self._held
-
-    def _retract(self, line: bytes) -> None:
-        """A bar of several rows moves up and draws them anew: so many rows are kept back from then on."""
-        rows_up = sum(int(n or 1) for n in _CURSOR_UP.findall(line)) if b"\x1b" in line else 0
-        if rows_up and self._max_live:
-            del self._held[-rows_up:]
-            self._num_held = min(max(self._num_held, rows_up), self._max_live - 1)
-
-    def _forget_overwritten(self) -> None:
-        """A bar may be drawn for days without a newline: only its last state is kept."""
-        rest = self._assembler.rest
-        begin = rest.rfind(b"\r", 0, len(rest.rstrip(b"\r")))
-        if begin > 0:
-            self._assembler = Assembler()
-            self._assembler.feed(rest[begin:])
-
-
-def _visible(row: bytes) -> bytes:
-    """What a row shows in the end: the text after its last carriage return, without cursor movements."""
-    row = row.rstrip(b"\r")
-    return _CURSOR.sub(b"", row[row.rfind(b"\r") + 1 :]) if b"\r" in row or b"\x1b" in row else row
 
 
 def _erase(num_rows: int) -> bytes:

@@ -1,5 +1,6 @@
 """What to start, and the environment that each worker gets. Pure: the launcher's own environment is passed in."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,11 +71,14 @@ def num_workers(text: str, cores: int) -> int:
 def worker_environment(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     """Returns the whole environment of one worker: the launcher's own, and every variable that torchrun sets.
 
-    `TORCHELASTIC_ERROR_FILE` stays unset, so no file is written behind the user's back. `OMP_NUM_THREADS` and
-    `PYTHONUNBUFFERED` are set unless the user has set them.
+    `TORCHELASTIC_ERROR_FILE` stays unset, so no file is written behind the user's back. `OMP_NUM_THREADS`,
+    `PYTHONUNBUFFERED` and `GLOO_SOCKET_IFNAME` are set unless the user has set them.
     """
     rank, size = str(local_rank), str(spec.nproc_per_node)
+    # All ranks are on this machine, so Gloo needs no name of it that resolves, and no network.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     environment = {
+        **loopback,
         _THREADS: str(spec.threads),
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
