@@ -97,7 +97,7 @@ def survive(comm: Communicator, case: str, path: str) -> str | None:
 
     The others start more exchanges than that, as the first may just have come through.
     """
-    meeting = dist.FileStore(path, comm.size)
+    meeting = dist.FileStore(path, comm.size)  # type: ignore[attr-defined]
     meeting.set_timeout(timedelta(seconds=15))
     comm.all_reduce(torch.ones(_BIG))
     if comm.rank == VICTIM:
@@ -170,23 +170,29 @@ def meet(comm: Communicator, port: int) -> list[int]:
     world = local_world(comm.rank, comm.size, port)
     with connect(world, timeout_s=30.0) as met:
         assert (met.rank, met.size, dist.get_world_size()) == (world.rank, world.size, world.size)
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=30)
         heard: list[int] = met.all_gather_object(met.rank)
-        if comm.size > 1:
-            find_mismatches(met)
+        refused(met, "barriers on some ranks only", _disagree(met), MismatchError)
         with connect(world) as same:
             same.barrier()
         assert dist.is_initialized(), "a group that was there already must stay"
-        other = World.single("cpu") if comm.size > 1 else local_world(1, 2, port)
+        other = World.single("cpu")
         said = refused(met, "another world than the group's", partial(connect, other), MismatchError)
-        assert f"rank {met.rank} of {met.size}" in said, said
-        assert f"rank {other.rank} of {other.size}" in said, said
+        assert f"rank {met.rank} of {met.size}, but the world is rank 0 of 1" in said, said
     assert not dist.is_initialized()
     connect(World.single("cpu"))
     return heard
 
 
-def meet_nobody(comm: Communicator, rank: int, port: int) -> str:
+def _disagree(comm: Communicator) -> Callable[[], object]:
+    return comm.barrier if comm.rank == 0 else partial(comm.all_reduce, torch.ones(3))
+
+
+def meet_nobody(comm: Communicator, worlds: list[tuple[int, int]]) -> str:
+    """Be this rank of two at this port, where nobody else comes; return the error."""
     dist.destroy_process_group()
+    rank, port = worlds[comm.rank]
     try:
         connect(local_world(rank, 2, port), timeout_s=1.0)
     except CommunicatorError as error:
@@ -222,11 +228,13 @@ def fail(comm: Communicator) -> None:
 
 
 def die(comm: Communicator) -> None:
+    comm.barrier()
     if comm.rank == 1:
         os.abort()
 
 
 def hang(comm: Communicator, folder: str) -> None:
+    comm.barrier()
     Path(folder, str(comm.rank)).write_text(str(os.getpid()))
     if comm.rank == 1:
         threading.Event().wait()

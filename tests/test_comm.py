@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import comm_ranks
 import pytest
 import torch
-from torch import Tensor
 
 from samestep.comm.base import Communicator, DoneWork, Work
 from samestep.comm.checked import CheckedCommunicator
@@ -24,8 +24,6 @@ from samestep.comm.ops import (
     ReduceScatter,
     Reduction,
     Send,
-    check,
-    describe,
 )
 from samestep.errors import MismatchError
 from samestep.testing.conformance import check_communicator, check_mismatch
@@ -38,7 +36,7 @@ def test_threads_conform(size: int) -> None:
     run_threads(check_mismatch, size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_checked_threads_conform(size: int) -> None:
     run_threads(lambda comm: check_communicator(CheckedCommunicator(comm)), size)
     run_threads(lambda comm: check_mismatch(CheckedCommunicator(comm)), size)
@@ -92,12 +90,12 @@ class _Afterwards(Work):
         return self.work.done()
 
 
-def _corrupts(kind: type, rank: int, field: str = "tensor") -> Fault:
+def _corrupts(kind: type[Any], rank: int, field: str = "tensor") -> Fault:
     """Change the last element of some rank's result, unless it is one of the lengths that methods exchange."""
 
     def fault(comm: Communicator, op: Op) -> Work:
         work = comm.start(op)
-        if comm.rank != rank or type(op) is not kind or op.tensor.dtype is torch.int64:
+        if comm.rank != rank or not isinstance(op, kind) or op.tensor.dtype is torch.int64:
             return work
         result = getattr(op, field).view(-1)
         return _Afterwards(work, lambda: result[-1:].zero_())
@@ -204,8 +202,9 @@ _FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("name", _FAULTS)
-def test_the_check_bites(name: str) -> None:
+def test_the_check_bites(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fault, said = _FAULTS[name]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a check that fails may leave a file
     with pytest.raises(AssertionError, match=said):
         run_threads(lambda comm: check_communicator(Faulty(comm, fault)), 3, timeout_s=10.0)
 
@@ -248,99 +247,3 @@ def _blames_nobody(comm: Communicator, op: Op) -> Work:
 def test_the_mismatch_check_bites(fault: Fault, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         run_threads(lambda comm: check_mismatch(Faulty(comm, fault)), 3, timeout_s=10.0)
-
-
-_TABLE: list[tuple[Any, type[Exception], str]] = []
-
-
-def _wrong(op: Any, said: str, kind: type[Exception] = ValueError) -> None:
-    _TABLE.append((op, kind, said))
-
-
-def _flat(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(count, dtype=dtype)
-
-
-_wrong(_flat(3), "expected one of AllReduce, .*, got Tensor", TypeError)
-_wrong(AllReduce, "expected one of AllReduce, .*, got type", TypeError)
-_wrong(AllReduce([1.0]), "all_reduce: expected a tensor as tensor, got list", TypeError)  # type: ignore[arg-type]
-_wrong(AllGather(None, _flat(3)), "all_gather: expected a tensor as output, got NoneType", TypeError)  # type: ignore[arg-type]
-_wrong(AllReduce(torch.eye(3).to_sparse()), r"tensor is torch.sparse_coo, only dense")
-_wrong(AllReduce(torch.zeros(2, 3).t()), r"float32\[3, 2\]: tensor is not contiguous \(strides \(1, 3\)\)")
-_wrong(AllGather(torch.zeros(3, 2).t(), _flat(2)), r"output is not contiguous")
-_wrong(AllReduce(torch.zeros(2, dtype=torch.complex64).conj()), r"tensor is a lazy view; use its resolve_conj\(\)")
-_wrong(Broadcast(_flat(3), 3), r"broadcast\(source=3\) of float32\[3\]: rank 3 is not among the 3 ranks 0 to 2")
-_wrong(Broadcast(_flat(3), -1), r"rank -1 is not among")
-_wrong(Send(_flat(3), 7), r"send\(peer=7, tag=0\) of float32\[3\]: rank 7 is not among")
-_wrong(Recv(_flat(3), 7, 2), r"recv\(peer=7, tag=2\)")
-_wrong(Send(_flat(3), 1, -1), r"send\(peer=1, tag=-1\) .*: expected a tag from 0 to 1073741823")
-_wrong(Recv(_flat(3), 1, 2**30), r"expected a tag from 0 to 1073741823")
-_wrong(
-    AllReduce(_flat(3, torch.bool)), r"all_reduce\(sum\) of bool\[3\]: sum is not defined for bool, only for bfloat16"
-)
-_wrong(
-    AllReduce(_flat(3, torch.int32), Reduction.MEAN), r"mean is not defined for int32, only for bfloat16, complex128"
-)
-_wrong(ReduceScatter(_flat(1), _flat(3), Reduction.BIT_OR), r"bit_or is not defined for float32, only for bool, int16")
-_wrong(AllReduce(_flat(3, torch.complex64), Reduction.MAX), r"max is not defined for complex64")
-_wrong(ReduceScatter(_flat(2), _flat(7)), r"expected 3 x 2 elements of float32 on the long side, got 7 of float32")
-_wrong(ReduceScatter(_flat(2), _flat(6, torch.float64)), r"float32 on the long side, got 6 of float64")
-_wrong(AllGather(_flat(5), _flat(2)), r"expected 3 x 2 elements of float32 on the long side, got 5 of float32")
-_wrong(AllGather(_flat(6), _flat(2, torch.int64)), r"elements of int64 on the long side, got 6 of float32")
-_wrong(AllToAll(_flat(3), _flat(3), (1, 1, 1), (1, 1)), r"tensor has 3 elements; its splits \[1, 1\] must be 3 lengths")
-_wrong(AllToAll(_flat(3), _flat(3), (1, 1, 2), (1, 1, 1)), r"output has 3 elements; its splits \[1, 1, 2\]")
-_wrong(AllToAll(_flat(3), _flat(3), (1, 1, 1), (3, 1, -1)), r"its splits \[3, 1, -1\] must be")
-_wrong(AllToAll(_flat(3), _flat(3, torch.int8), (1, 1, 1), (1, 1, 1)), r"of int8\[3\]: output is float32")
-_wrong(AllToAll(_flat(3), torch.zeros(3, 1), (1, 1, 1), (1, 1, 1)), r"expected a flat tensor, got the shape \[3, 1\]")
-
-
-@pytest.mark.parametrize(("op", "kind", "said"), _TABLE, ids=[re.sub(r"\W+", " ", said)[:40] for _, _, said in _TABLE])
-def test_what_no_transport_can_serve(op: Any, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        check(op, 3)
-
-
-def test_a_message_to_oneself_is_refused() -> None:
-    def main(comm: Communicator) -> None:
-        for op in (Send(_flat(1), comm.rank), Recv(_flat(1), comm.rank)):
-            with pytest.raises(ValueError, match=f"rank {comm.rank}: .* is to itself; copy the tensor instead"):
-                comm.start(op)
-
-    run_threads(main, 2)
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda c: c.all_gather_uneven(torch.tensor(1.0)), "all_gather_uneven: expected at least one dimension"),
-        (lambda c: c.reduce_scatter(_flat(3)), r"reduce_scatter: .* divisible by 2 ranks, got \[3\]"),
-        (lambda c: c.reduce_scatter(torch.tensor(1.0)), r"reduce_scatter: .* divisible by 2 ranks, got \[\]"),
-        (lambda c: c.all_to_all([_flat(1)]), r"all_to_all: expected 2 tensors .* got shapes \[\[1\]\]"),
-        (lambda c: c.all_to_all([torch.tensor(1.0)] * 2), r"all_to_all: expected 2 tensors of at least one dimension"),
-        (lambda c: c.all_to_all([_flat(1), torch.zeros(1, 1)]), r"all_to_all: tensors may differ only in their first"),
-        (lambda c: c.all_reduce(_flat(1).expand(2)), r"got an expanded one, .*shape \[2\], strides \(0,\)"),
-    ],
-)
-def test_what_the_methods_refuse(call: Callable[[Communicator], object], said: str) -> None:
-    def main(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match=said):
-            call(comm)
-        comm.barrier()
-
-    run_threads(main, 2)
-
-
-@pytest.mark.parametrize(
-    ("op", "said"),
-    [
-        (AllReduce(torch.zeros(3, 4)), "all_reduce(sum) of float32[3, 4]"),
-        (ReduceScatter(_flat(1), _flat(3), Reduction.MAX), "reduce_scatter(max) of float32[3]"),
-        (Broadcast(_flat(3, torch.bool), 2), "broadcast(source=2) of bool[3]"),
-        (AllGather(_flat(3), _flat(1)), "all_gather of float32[1]"),
-        (AllToAll(_flat(3), _flat(2), (1, 2), (2, 0)), "all_to_all(sends=[2, 0], receives=[1, 2]) of float32[2]"),
-        (Send(torch.tensor(1), 1, 5), "send(peer=1, tag=5) of int64[]"),
-        (Barrier(), "barrier"),
-    ],
-)
-def test_requests_describe_themselves(op: Op, said: str) -> None:
-    assert describe(op) == said

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import comm_ranks
 import pytest
 import torch
 
+from samestep.comm import c10d_gloo
 from samestep.comm.base import Communicator
 from samestep.comm.checked import CheckedCommunicator
 from samestep.comm.ops import AllReduce, Barrier, Recv, Send
@@ -140,3 +143,64 @@ def test_ranks_that_split_differently(wrap: Callable[[Communicator], Communicato
 def test_a_world_of_no_threads() -> None:
     with pytest.raises(ValueError, match="expected at least 1 rank, got 0"):
         thread_communicators(0)
+
+
+class _Stuck:
+    """A work whose end Gloo never tells, until the `looks`-th look at the connections."""
+
+    def __init__(self, looks: int, error: RuntimeError | None = None) -> None:
+        self.looks, self.error = looks, error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self.looks > 0:
+            assert timeout is not None, "this would wait until the group's timeout"
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return self.looks <= 0
+
+
+class _Group:
+    """Two ranks whose connection breaks at the `breaks`-th look; each look brings `work` forward."""
+
+    def __init__(self, work: _Stuck, breaks: int) -> None:
+        self.work, self.breaks = work, breaks
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        assert (peer, tag >= 2**30) == (1, True)
+        self.work.looks -= 1
+        self.breaks -= 1
+        if self.breaks == 0:
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("work", "breaks", "said"),
+    [
+        (_Stuck(0), 9, None),
+        (_Stuck(3), 9, None),
+        (_Stuck(0, RuntimeError("Broken pipe")), 9, "Broken pipe"),
+        (_Stuck(3, RuntimeError("Broken pipe")), 9, "Broken pipe"),
+        (_Stuck(9), 1, "Connection closed"),
+        (_Stuck(9), 3, "Connection closed"),
+    ],
+)
+def test_gloo_is_not_waited_for_in_vain(
+    monkeypatch: pytest.MonkeyPatch, work: _Stuck, breaks: int, said: str | None
+) -> None:
+    monkeypatch.setattr(c10d_gloo, "_FIRST_LOOK_S", 0.0)
+    group: Any = _Group(work, breaks)
+    if said is None:
+        c10d_gloo.wait(group, work)
+        assert work.looks == 0
+    else:
+        with pytest.raises(RuntimeError, match=said):
+            c10d_gloo.wait(group, work)

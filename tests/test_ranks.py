@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import comm_ranks
@@ -39,5 +40,46 @@ def test_threads_raise_the_cause(rank: int) -> None:
 
 
 def test_threads_raise_a_deadline() -> None:
-    with pytest.raises(DeadlineError, match=r"rank\(s\) \[1\] did not come within 0.05 s"):
-        run_threads(lambda comm: comm.rank == 0 and comm.recv(torch.empty(1), 1), 1 + 1, timeout_s=0.05)
+    ended = threading.Event()
+
+    def main(comm: Communicator) -> None:
+        if comm.rank == 1:
+            assert ended.wait(timeout=10.0)
+            return
+        try:
+            comm.recv(torch.empty(1), 1)
+        finally:
+            ended.set()
+
+    said = (
+        r"\Arank 0, recv\(peer=1, tag=0\) of float32\[1\]: rank\(s\) \[1\] did not come within 0.05 s; here are \[0\]\Z"
+    )
+    with pytest.raises(DeadlineError, match=said):
+        run_threads(main, 2, timeout_s=0.05)
+
+
+def test_processes_return_in_rank_order() -> None:
+    assert run_processes(comm_ranks.results, 3, 10, 7) == [7, 17, 27]
+
+
+def test_processes_tell_the_cause() -> None:
+    with pytest.raises(RankError, match=r"rank 1: Traceback(.|\n)*in fail\n(.|\n)*KeyError: 'the cause'"):
+        run_processes(comm_ranks.fail, 3)
+
+
+def test_processes_that_die() -> None:
+    with pytest.raises(RankError, match=r"\Arank 1: died with exit code -6\Z"):
+        run_processes(comm_ranks.die, 2)
+
+
+def test_processes_that_hang_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"\Arank 1: not done in time\Z"):
+        run_processes(comm_ranks.hang, 2, str(tmp_path), timeout_s=3.0)
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)
+
+
+def test_what_processes_cannot_get() -> None:
+    with pytest.raises(AttributeError, match=r"Can't (pickle|get) local object"):
+        run_processes(lambda comm: None, 2)

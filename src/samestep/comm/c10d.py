@@ -118,15 +118,12 @@ class C10dCommunicator(Communicator):
             c10d_gloo.hang_up(self.group)
         return kind(message)
 
-    def wait(self, op: Op, work: Any) -> None:
-        """Wait for the backend's `work`; raise RuntimeError if it failed, or if the group is known to have failed."""
-        on_cpu = self._gloo and (isinstance(op, Barrier) or op.tensor.device.type == "cpu")
-        if not on_cpu or isinstance(op, Send | Recv):
-            work.wait()
-        elif self._broken is None or work.is_completed():
+    def wait_for(self, op: Op, work: Any) -> None:
+        """Wait for the backend's `work`; raise RuntimeError if it failed."""
+        if self._gloo and not isinstance(op, Send | Recv) and (isinstance(op, Barrier) or op.tensor.is_cpu):
             c10d_gloo.wait(self.group, work)
         else:
-            raise self._again()
+            work.wait()
 
     def _again(self) -> CommunicatorError:
         assert self._broken is not None
@@ -211,7 +208,7 @@ class _C10dWork(Work):
             return
         work, self._work = self._work, None
         try:
-            self._owner.wait(self._op, work)
+            self._owner.wait_for(self._op, work)
         except RuntimeError as error:
             self._error = self._owner.failed(self._op, error)
             raise type(self._error)(str(self._error)) from error

@@ -7,6 +7,7 @@ the operation under way). And a rank that found out keeps its other connections,
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -34,8 +35,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 def wait(group: dist.ProcessGroup, work: Any) -> None:
     """Wait for `work`, a collective of `group`; raise RuntimeError if it failed or if a connection is broken.
 
-    In the latter case the work may stay stuck in one of Gloo's threads until the group's timeout, and ending the group
-    then takes as long.
+    In the latter case the work may stay stuck in one of Gloo's threads until the group's timeout.
     """
     pause_s = _FIRST_LOOK_S
     while True:
@@ -47,7 +47,12 @@ def wait(group: dist.ProcessGroup, work: Any) -> None:
                 return
         else:
             return
-        _look(group)
+        try:
+            _look(group)
+        except RuntimeError:
+            if not work.is_completed():
+                _keep(group)
+            raise
         pause_s = min(2 * pause_s, _LOOK_S)
 
 
@@ -66,6 +71,11 @@ def _look(group: dist.ProcessGroup) -> None:
     """Raise RuntimeError if a connection is broken: a receive cannot even begin there."""
     for peer in _peers(group):
         _receive(group, peer)
+
+
+def _keep(group: dist.ProcessGroup) -> None:
+    """Never let go of `group`: with its last reference it would wait for its threads, one of which is stuck."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _receive(group: dist.ProcessGroup, peer: int) -> Any:

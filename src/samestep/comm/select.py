@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from samestep.comm.base import Communicator
 from samestep.comm.c10d import C10dCommunicator
@@ -16,6 +20,9 @@ from samestep.errors import CommunicatorError, DeadlineError, MismatchError
 from samestep.world import World, require_backend
 
 __all__ = ["all_reduce", "communicator_for", "connect"]
+
+# torch counts the deadline of coming together in whole seconds, and tries once more after it.
+_GRACE_S = 3.0
 
 
 def communicator_for(group: object = None) -> Communicator:
@@ -62,19 +69,14 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
     require_backend(world.backend)
     if world.device.type == "cuda" and world.device.index is not None:
         torch.cuda.set_device(world.device)
-    timeout = timedelta(seconds=timeout_s)
     try:
-        if world.size == 1:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=timeout)
-        else:
-            dist.init_process_group(
-                world.backend,
-                init_method=f"tcp://{_bracketed(world.master_addr)}:{world.master_port}",
-                rank=world.rank,
-                world_size=world.size,
-                timeout=timeout,
-            )
+        dist.init_process_group(
+            world.backend,
+            store=_meeting_point(world, timeout_s),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
     except RuntimeError as error:
         raise _not_met(world, timeout_s, error) from error
     return CheckedCommunicator(C10dCommunicator(owns_group=True))
@@ -83,6 +85,30 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
 def all_reduce(tensor: Tensor, reduction: Reduction = Reduction.SUM) -> Tensor:
     """Reduce `tensor` in place over torch.distributed's default group, whatever transport serves it; return it."""
     return communicator_for().all_reduce(tensor, reduction)
+
+
+def _meeting_point(world: World, timeout_s: float) -> Store:
+    """Return the store that all ranks of `world` share."""
+    if world.size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    url = f"tcp://{_bracketed(world.master_addr)}:{world.master_port}"
+    outcome: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
+
+    def meet() -> None:
+        try:
+            outcome.put(next(rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=timeout_s)))[0])
+        except RuntimeError as error:
+            outcome.put(error)
+
+    # In a thread, as torch's client waits for ever where something listens that never answers.
+    threading.Thread(target=meet, name="samestep rendezvous", daemon=True).start()
+    try:
+        met = outcome.get(timeout=timeout_s + _GRACE_S)
+    except queue.Empty:
+        raise dist.DistStoreError("something else listens there, which does not answer") from None
+    if isinstance(met, RuntimeError):
+        raise met
+    return met
 
 
 def _not_met(world: World, timeout_s: float, error: RuntimeError) -> CommunicatorError:

@@ -71,7 +71,7 @@ class _Group:
         self.mailboxes: dict[tuple[int, int, int], deque[_Exchange]] = {}
         self.subgroups: dict[tuple[int, tuple[int, ...]], _Group] = {}
         self.lost: set[int] = set()
-        self.broken: CommunicatorError | None = None
+        self.broken: tuple[type[CommunicatorError], str] | None = None
 
     def join(self, exchange: _Exchange, rank: int, op: Op) -> None:
         exchange.ops[rank] = op
@@ -97,9 +97,10 @@ class _Group:
             box.remove(exchange)
         return exchange
 
-    def fail(self, error: CommunicatorError) -> None:
-        self.broken = self.broken or error
+    def fail(self, error: CommunicatorError) -> CommunicatorError:
+        self.broken = type(error), str(error)
         self.changed.notify_all()
+        return error
 
 
 class _ThreadWork(Work):
@@ -119,18 +120,17 @@ class _ThreadWork(Work):
                 gone = sorted(exchange.missing & group.lost)
                 left = deadline - time.monotonic()
                 if gone:
-                    group.fail(
+                    raise group.fail(
                         PeerLostError(f"rank {self._rank}, {exchange.name}: rank(s) {gone} ended without taking part")
                     )
-                elif left <= 0:
-                    group.fail(
+                if left <= 0:
+                    raise group.fail(
                         DeadlineError(
                             f"rank {self._rank}, {exchange.name}: rank(s) {sorted(exchange.missing)} did not come "
                             f"within {group.timeout_s:g} s; here are {sorted(exchange.ops)}"
                         )
                     )
-                else:
-                    group.changed.wait(left)
+                group.changed.wait(left)
         if exchange.error is not None:
             raise exchange.error
 
@@ -189,8 +189,9 @@ class _ThreadCommunicator(Communicator):
             self._group.changed.notify_all()
 
 
-def _again(first: CommunicatorError, rank: int) -> CommunicatorError:
-    return type(first)(f"rank {rank}: the group is broken since: {first}")
+def _again(first: tuple[type[CommunicatorError], str], rank: int) -> CommunicatorError:
+    kind, message = first
+    return kind(f"rank {rank}: the group is broken since: {message}")
 
 
 # What an exchange does, once all its ranks are there. Each reads every rank's request and fills every rank's output.
