@@ -196,7 +196,9 @@ class _Group:
 def test_gloo_is_not_waited_for_in_vain(
     monkeypatch: pytest.MonkeyPatch, work: _Stuck, breaks: int, said: str | None
 ) -> None:
+    kept: list[_Group] = []
     monkeypatch.setattr(c10d_gloo, "_FIRST_LOOK_S", 0.0)
+    monkeypatch.setattr(c10d_gloo, "_keep", kept.append)
     group: Any = _Group(work, breaks)
     if said is None:
         c10d_gloo.wait(group, work)
@@ -204,3 +206,4 @@ def test_gloo_is_not_waited_for_in_vain(
     else:
         with pytest.raises(RuntimeError, match=said):
             c10d_gloo.wait(group, work)
+    assert kept == ([] if work.is_completed() else [group]), "a group whose thread is stuck is never let go of"

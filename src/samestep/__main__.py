@@ -1,8 +1,8 @@
 """Makes `python -m samestep` the same as the `samestep` command."""
 
-from samestep.cli.main import main
+from samestep.cli.main import entry
 
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    entry()

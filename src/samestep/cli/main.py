@@ -1,6 +1,7 @@
 """The `samestep` command: reads the arguments and calls the subcommand."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -8,7 +9,7 @@ from typing import Any, NoReturn
 from samestep.cli import run
 from samestep.errors import SamestepError
 
-__all__ = ["main", "parser"]
+__all__ = ["entry", "main", "parser"]
 
 _DESCRIPTION = "Data-parallel training for PyTorch: every worker takes the same step."
 _USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
@@ -44,6 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _FAILURE
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def entry() -> NoReturn:
+    """Run the command as a process of its own and exit with its code."""
+    code = main()
+    # Nothing is left that a late Ctrl-C could end; it would only put a traceback in the place of the exit code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 class _Parser(argparse.ArgumentParser):
