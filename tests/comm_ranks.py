@@ -166,7 +166,7 @@ def close_and_go_on(comm: Communicator) -> list[int]:
 
 def meet(comm: Communicator, port: int) -> list[int]:
     """Leave the group that there is, come together by `connect`, part, and be a world of one."""
-    dist.destroy_process_group()
+    _leave(comm)
     world = local_world(comm.rank, comm.size, port)
     with connect(world, timeout_s=30.0) as met:
         assert (met.rank, met.size, dist.get_world_size()) == (world.rank, world.size, world.size)
@@ -185,13 +185,18 @@ def meet(comm: Communicator, port: int) -> list[int]:
     return heard
 
 
+def _leave(comm: Communicator) -> None:
+    comm.barrier()  # some rank may still be connecting
+    dist.destroy_process_group()
+
+
 def _disagree(comm: Communicator) -> Callable[[], object]:
     return comm.barrier if comm.rank == 0 else partial(comm.all_reduce, torch.ones(3))
 
 
 def meet_nobody(comm: Communicator, worlds: list[tuple[int, int]]) -> str:
     """Be this rank of two at this port, where nobody else comes; return the error."""
-    dist.destroy_process_group()
+    _leave(comm)
     rank, port = worlds[comm.rank]
     try:
         connect(local_world(rank, 2, port), timeout_s=1.0)
@@ -218,6 +223,7 @@ def local_world(rank: int, size: int, port: int, host: str = "127.0.0.1") -> Wor
 
 
 def results(comm: Communicator, factor: int, offset: int) -> int:
+    comm.barrier()
     return factor * comm.rank + offset
 
 
