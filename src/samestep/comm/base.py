@@ -83,7 +83,7 @@ class Communicator(ABC):
         serve: a rank or a tag out of range, a message to oneself, tensors that are sparse, not contiguous or of the
         wrong length, a reduction that is not defined for the dtype. Autograd does not look.
         """
-        check(op, self.size)
+        check(op, self.rank, self.size)
         if isinstance(op, Send | Recv) and op.peer == self.rank:
             raise ValueError(f"rank {self.rank}: {describe(op)} is to itself; copy the tensor instead")
         return self._start(detached(op))
@@ -111,13 +111,13 @@ class Communicator(ABC):
         Sum takes integers, floats and complex numbers, mean floats and complex numbers, product integers and floats;
         min and max integers, floats and bool; bit operations integers and bool.
         """
-        dense = _writable(tensor)
+        dense = _writable(tensor, self.rank)
         self.start(AllReduce(dense, reduction)).wait()
         return _returned(dense, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy rank `source`'s `tensor` (any shape, strides, dtype; same on all ranks) into `tensor`; return it."""
-        dense = _writable(tensor)
+        dense = _writable(tensor, self.rank)
         self.start(Broadcast(dense, source)).wait()
         return _returned(dense, tensor)
 
@@ -134,7 +134,9 @@ class Communicator(ABC):
         first, and shorter tensors travel padded to the longest.
         """
         if tensor.dim() == 0:
-            raise ValueError("all_gather_uneven: expected at least one dimension, got a scalar; use all_gather")
+            raise ValueError(
+                f"rank {self.rank}: all_gather_uneven: expected at least one dimension, got a scalar; use all_gather"
+            )
         lengths = self._gather_lengths(tensor)
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor.detach()
@@ -147,7 +149,8 @@ class Communicator(ABC):
         """
         if tensor.dim() == 0 or len(tensor) % self.size:
             raise ValueError(
-                f"reduce_scatter: expected a first dimension divisible by {self.size} ranks, got {list(tensor.shape)}"
+                f"rank {self.rank}: reduce_scatter: expected a first dimension divisible by {self.size} ranks, got "
+                f"{list(tensor.shape)}"
             )
         output = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
         self.start(ReduceScatter(output, _contiguous(tensor), reduction)).wait()
@@ -161,12 +164,12 @@ class Communicator(ABC):
         """
         if len(tensors) != self.size or any(t.dim() == 0 for t in tensors):
             raise ValueError(
-                f"all_to_all: expected {self.size} tensors of at least one dimension, one for each rank, got "
-                f"shapes {[list(t.shape) for t in tensors]}"
+                f"rank {self.rank}: all_to_all: expected {self.size} tensors of at least one dimension, one for each "
+                f"rank, got shapes {[list(t.shape) for t in tensors]}"
             )
         if len({(t.dtype, t.shape[1:]) for t in tensors}) != 1:
             raise ValueError(
-                "all_to_all: tensors may differ only in their first dimension, got "
+                f"rank {self.rank}: all_to_all: tensors may differ only in their first dimension, got "
                 f"{[(t.dtype, list(t.shape)) for t in tensors]}"
             )
         sends = torch.tensor([len(t) for t in tensors], device=self.device)
@@ -191,7 +194,7 @@ class Communicator(ABC):
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive into `tensor`, of the shape and dtype sent, what rank `peer` sent with `tag`; return it."""
-        dense = _writable(tensor)
+        dense = _writable(tensor, self.rank)
         self.start(Recv(dense, peer, tag)).wait()
         return _returned(dense, tensor)
 
@@ -225,7 +228,9 @@ class Communicator(ABC):
         """
         wanted = tuple(sorted(map(operator.index, ranks)))
         if len(set(wanted)) != len(wanted) or not wanted or wanted[0] < 0 or wanted[-1] >= self.size:
-            raise ValueError(f"split: expected different ranks from 0 to {self.size - 1}, got {list(wanted)}")
+            raise ValueError(
+                f"rank {self.rank}: split: expected different ranks from 0 to {self.size - 1}, got {list(wanted)}"
+            )
         everyone = self.all_gather_object(wanted)
         if len(set(everyone)) != 1:
             raise MismatchError(
@@ -246,13 +251,13 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _writable(tensor: Tensor) -> Tensor:
+def _writable(tensor: Tensor, rank: int) -> Tensor:
     """Return the data in row-major order of a tensor that is to take a result."""
     if tensor.layout == torch.strided and any(
         n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise ValueError(
-            f"expected a tensor to write to, got an expanded one, whose elements share memory (shape "
+            f"rank {rank}: expected a tensor to write to, got an expanded one, whose elements share memory (shape "
             f"{list(tensor.shape)}, strides {tensor.stride()}); clone() it first"
         )
     return _contiguous(tensor)

@@ -168,7 +168,7 @@ def run_schedule(comm: Communicator, schedule: Schedule, tensor: Tensor) -> Tens
             "with the communicator's own size and rank"
         )
     dense = _dense(tensor)
-    check(AllReduce(dense), comm.size)
+    check(AllReduce(dense), comm.rank, comm.size)
     ranges = [chunk(dense.numel(), comm.size, index) for index in range(comm.size)]
     chunks = [dense.view(-1)[r.start : r.stop] for r in ranges]
     scratch = dense.new_empty(max(map(len, ranges)))
@@ -213,7 +213,7 @@ def _check_sum(comm: Communicator, partials: Sequence[Tensor], plan: SumPlan, ou
         raise ValueError(
             f"rank {comm.rank}: got a plan for {plan.ranks} ranks, but the group has {comm.size}; make one for it"
         )
-    check(AllReduce(out), comm.size)
+    check(AllReduce(out), comm.rank, comm.size)
     blocks = plan.blocks[comm.rank]
     if len(partials) != len(blocks) or not all(p.is_contiguous() and _kind(p) == _kind(out) for p in partials):
         raise ValueError(

@@ -172,8 +172,15 @@ def detached(op: Op) -> Op:
     return replace(op, **followed) if followed else op  # type: ignore[arg-type]
 
 
-def check(op: Op, size: int) -> None:
-    """Raise ValueError or TypeError if `op` cannot be served by any transport over `size` ranks."""
+def check(op: Op, rank: int, size: int) -> None:
+    """Raise ValueError or TypeError, naming `rank`, if no transport over `size` ranks could serve its `op`."""
+    try:
+        _check(op, size)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"rank {rank}: {error}") from None
+
+
+def _check(op: Op, size: int) -> None:
     if type(op) not in _NAMES:
         raise TypeError(f"expected one of {', '.join(c.__name__ for c in _NAMES)}, got {type(op).__name__}")
     for name, tensor in _tensors(op):
