@@ -12,6 +12,7 @@ from samestep.parallel.distributed import DistributedDataParallel
 from samestep.testing.ranks import run_processes
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_gradients_and_weights_have_the_bits_of_torch_and_of_averaging_by_hand(
@@ -19,7 +20,7 @@ def test_gradients_and_weights_have_the_bits_of_torch_and_of_averaging_by_hand(
 ) -> None:
     expected = len(list(cases(structure, checkpoints)))
     torch_takes_part = checkpoints != "reentrant" or structure in ("plain", "frozen")
-    for count, with_torch, wrong in run_processes(compare, 2, structure, checkpoints, timeout_s=110):
+    for count, with_torch, wrong in run_processes(compare, 2, structure, checkpoints, timeout_s=280):
         assert count == expected == 216
         assert with_torch == (expected if torch_takes_part else 0)
         assert wrong == []

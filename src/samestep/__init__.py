@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from samestep.comm.select import connect
     from samestep.data.sampler import DistributedSampler
     from samestep.errors import SamestepError
+    from samestep.launch.spawn import spawn
     from samestep.parallel.distributed import DistributedDataParallel
     from samestep.world import World
 
@@ -31,6 +32,7 @@ __all__ = [
     "World",
     "__version__",
     "connect",
+    "spawn",
 ]
 
 _HOMES = {
@@ -41,6 +43,7 @@ _HOMES = {
     "SamestepError": "samestep.errors",
     "World": "samestep.world",
     "connect": "samestep.comm.select",
+    "spawn": "samestep.launch.spawn",
 }
 
 

@@ -10,7 +10,8 @@
     ├── ReplicaError          RuntimeError         a wrapped module was used in a way that breaks equal steps
     ├── DataError             ValueError           a data file is not what it should be
     │   └── MissingDataError  FileNotFoundError    a data file is not there
-    └── LaunchError           RuntimeError         workers could not be started
+    ├── LaunchError           RuntimeError         workers could not be started
+    └── WorkerError           RuntimeError         a rank of `spawn` failed; the message has its own traceback
 
 Every message says what was got, what was expected, on which rank, and what to do.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "PeerLostError",
     "ReplicaError",
     "SamestepError",
+    "WorkerError",
     "WorldError",
 ]
 
@@ -72,3 +74,11 @@ class MissingDataError(DataError, FileNotFoundError):
 
 class LaunchError(SamestepError, RuntimeError):
     """Workers could not be started."""
+
+
+class WorkerError(SamestepError, RuntimeError):
+    """A rank of `spawn` failed first; the message has its own traceback, and `rank` its number."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -1,12 +1,12 @@
 """`samestep run`: starts the workers of a training script on this machine."""
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any
 
 from samestep.launch import agent
 from samestep.launch.program import module_command, script_command
 from samestep.launch.spec import LaunchSpec, num_workers
+from samestep.launch.worker import usable_cores
 from samestep.world import environment
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _execute(args: argparse.Namespace) -> int:
             command=command(args.script, args.args),
             nproc_per_node=args.nproc_per_node,
             environment=environment(),
-            cores=_usable_cores(),
+            cores=usable_cores(),
             master_addr=args.master_addr,
             master_port=args.master_port,
             shutdown_timeout_s=args.shutdown_timeout,
@@ -81,15 +81,9 @@ def _flag(group: "_ArgumentGroup", name: str, **settings: Any) -> None:
     group.add_argument("--" + name[2:].replace("-", "_"), **{**settings, **unlisted})
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _num_workers(text: str) -> int:
     try:
-        return num_workers(text, _usable_cores())
+        return num_workers(text, usable_cores())
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from e
 

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from samestep.comm.memory import contiguous, give_back, writable
 from samestep.comm.ops import (
     AllGather,
     AllReduce,
@@ -111,20 +112,20 @@ class Communicator(ABC):
         Sum takes integers, floats and complex numbers, mean floats and complex numbers, product integers and floats;
         min and max integers, floats and bool; bit operations integers and bool.
         """
-        dense = _writable(tensor, self.rank)
+        dense = writable(tensor, self.rank)
         self.start(AllReduce(dense, reduction)).wait()
-        return _returned(dense, tensor)
+        return give_back(dense, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy rank `source`'s `tensor` (any shape, strides, dtype; same on all ranks) into `tensor`; return it."""
-        dense = _writable(tensor, self.rank)
+        dense = writable(tensor, self.rank)
         self.start(Broadcast(dense, source)).wait()
-        return _returned(dense, tensor)
+        return give_back(dense, tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the ranks' tensors (same shape and dtype on all), stacked: [size, *tensor.shape]."""
         output = tensor.new_empty((self.size, *tensor.shape))
-        self.start(AllGather(output, _contiguous(tensor))).wait()
+        self.start(AllGather(output, contiguous(tensor))).wait()
         return output
 
     def all_gather_uneven(self, tensor: Tensor) -> list[Tensor]:
@@ -153,7 +154,7 @@ class Communicator(ABC):
                 f"{list(tensor.shape)}"
             )
         output = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
-        self.start(ReduceScatter(output, _contiguous(tensor), reduction)).wait()
+        self.start(ReduceScatter(output, contiguous(tensor), reduction)).wait()
         return output
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -190,13 +191,13 @@ class Communicator(ABC):
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send `tensor` to rank `peer`; returns when `tensor` may be changed again."""
-        self.start(Send(_contiguous(tensor), peer, tag)).wait()
+        self.start(Send(contiguous(tensor), peer, tag)).wait()
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive into `tensor`, of the shape and dtype sent, what rank `peer` sent with `tag`; return it."""
-        dense = _writable(tensor, self.rank)
+        dense = writable(tensor, self.rank)
         self.start(Recv(dense, peer, tag)).wait()
-        return _returned(dense, tensor)
+        return give_back(dense, tensor)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -242,32 +243,6 @@ class Communicator(ABC):
     def _gather_lengths(self, tensor: Tensor) -> list[int]:
         lengths: list[int] = self.all_gather(torch.tensor(len(tensor), device=self.device)).tolist()
         return lengths
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor's data in row-major order; what is not dense stays as it is, for `check` to refuse."""
-    if tensor.layout != torch.strided:
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _writable(tensor: Tensor, rank: int) -> Tensor:
-    """Return the data in row-major order of a tensor that is to take a result."""
-    if tensor.layout == torch.strided and any(
-        n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        raise ValueError(
-            f"rank {rank}: expected a tensor to write to, got an expanded one, whose elements share memory (shape "
-            f"{list(tensor.shape)}, strides {tensor.stride()}); clone() it first"
-        )
-    return _contiguous(tensor)
-
-
-def _returned(dense: Tensor, tensor: Tensor) -> Tensor:
-    """Bring a result back to where the caller wants it: nothing to do when both share memory."""
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(dense)
-    return tensor
 
 
 def _pickled(item: object, device: torch.device) -> Tensor:

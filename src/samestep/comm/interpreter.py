@@ -13,6 +13,7 @@ from torch import Tensor
 
 from samestep.comm.algorithms import Combine, Schedule, Step, chunk
 from samestep.comm.base import Communicator, Work
+from samestep.comm.memory import contiguous, give_back, writable
 from samestep.comm.ops import AllGather, AllReduce, AllToAll, Recv, Send, check
 from samestep.comm.ordered import Push, SumPlan, element_range, num_buffers
 
@@ -99,11 +100,9 @@ def ordered_sum(comm: Communicator, partials: Sequence[Tensor], plan: SumPlan, o
     Raises ValueError, with nothing sent, for a plan for another number of ranks, partials that don't fit or a dtype
     without a sum; and what `Work.wait` raises, after which `out` is undefined.
     """
-    dense = _dense(out)
-    start_ordered_sum(comm, [_dense(p) for p in partials], plan, dense).wait()
-    if not out.is_contiguous():
-        out.detach().copy_(dense)
-    return out
+    dense = writable(out, comm.rank)
+    start_ordered_sum(comm, [contiguous(p) for p in partials], plan, dense).wait()
+    return give_back(dense, out)
 
 
 def start_ordered_sum(comm: Communicator, partials: Sequence[Tensor], plan: SumPlan, out: Tensor) -> Work:
@@ -167,16 +166,14 @@ def run_schedule(comm: Communicator, schedule: Schedule, tensor: Tensor) -> Tens
             f"rank {comm.rank} of {comm.size}: got the schedule of rank {schedule.rank} of {schedule.ranks}; make it "
             "with the communicator's own size and rank"
         )
-    dense = _dense(tensor)
+    dense = writable(tensor, comm.rank)
     check(AllReduce(dense), comm.rank, comm.size)
     ranges = [chunk(dense.numel(), comm.size, index) for index in range(comm.size)]
     chunks = [dense.view(-1)[r.start : r.stop] for r in ranges]
     scratch = dense.new_empty(max(map(len, ranges)))
     for step in schedule.steps:
         _take(comm, step, chunks, scratch)
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(dense)
-    return tensor
+    return give_back(dense, tensor)
 
 
 def _take(comm: Communicator, step: Step, chunks: list[Tensor], scratch: Tensor) -> None:
@@ -220,11 +217,6 @@ def _check_sum(comm: Communicator, partials: Sequence[Tensor], plan: SumPlan, ou
             f"rank {comm.rank}: expected {len(blocks)} contiguous partials of {_kind(out)}, for the shards "
             f"{', '.join(map(str, blocks)) or '(none)'}; got {[_kind(p) for p in partials]}"
         )
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return `tensor` without history, copied only if it is strided; a sparse one is left for the check to refuse."""
-    return tensor.detach().contiguous() if tensor.layout is torch.strided else tensor
 
 
 def _kind(tensor: Tensor) -> str:

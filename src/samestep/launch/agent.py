@@ -7,6 +7,7 @@ started in their process groups, and signal handlers and file descriptors are wh
 
 import selectors
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -31,7 +32,7 @@ from samestep.launch.signals import Signals, collect_signals
 from samestep.launch.spec import LaunchSpec, thread_note
 from samestep.launch.worker import Worker, start_worker
 
-__all__ = ["run"]
+__all__ = ["run", "watch"]
 
 _READ_BYTES = 1 << 16
 # So much may wait for a slow reader; then ranks wait too, as they would if they wrote to that reader
@@ -51,6 +52,16 @@ def run(spec: LaunchSpec, *, stdout: int = 1, stderr: int = 2) -> int:
     SIGINT, SIGTERM and SIGHUP are passed on to the ranks; the first failure of a rank ends the others by
     SIGTERM. Whoever is still there after `spec.shutdown_timeout_s`, or at a second SIGINT, is killed.
 
+    Raises what `watch` raises.
+    """
+    return exit_code(watch(spec, report, stdout=stdout, stderr=stderr))
+
+
+def watch(spec: LaunchSpec, summary: Callable[[State], Sequence[str]], *, stdout: int = 1, stderr: int = 2) -> State:
+    """Runs the workers of `spec` to their end as `run` does, and returns how they ended.
+
+    The lines that `summary` makes of that are written to `stderr` last.
+
     Raises LaunchError where the master port can't be had, a worker can't be started, `stdout` or `stderr` is not open,
     or this is not the main thread; no worker is left then.
     """
@@ -62,7 +73,7 @@ def run(spec: LaunchSpec, *, stdout: int = 1, stderr: int = 2) -> int:
             agent.start()
             while agent.is_running:
                 agent.turn()
-            return agent.finish()
+            return agent.finish(summary)
 
 
 class _Agent:
@@ -114,12 +125,12 @@ class _Agent:
         self._take_losses()
         self._apply(timed(self._state, time.monotonic()))
 
-    def finish(self) -> int:
-        """Reports, waits until all is written and returns the exit code.
+    def finish(self, summary: Callable[[State], Sequence[str]]) -> State:
+        """Reports, waits until all is written and returns how the run ended.
 
         A slow reader is waited for, as any program does in a pipe; not so where the launcher was told to end.
         """
-        for line in report(self._state):
+        for line in summary(self._state):
             self._outputs["stderr"].say(line)
         patience = self._spec.shutdown_timeout_s if isinstance(self._state.cause, Interrupt) else None
         end = None if patience is None else time.monotonic() + patience
@@ -132,7 +143,7 @@ class _Agent:
                 for output in self._outputs.values():
                     output.drop()
         self._take_losses()
-        return exit_code(self._state)
+        return self._state
 
     def _choose_what_to_wait_for(self) -> None:
         for output in set(self._outputs.values()):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from samestep.launch.ending import Exit, Interrupt, OutputLost, State
 
-__all__ = ["report", "signal_name"]
+__all__ = ["how", "report", "signal_name"]
 
 
 def signal_name(signum: int) -> str:
@@ -30,8 +30,8 @@ def report(state: State) -> list[str]:
             after = f"after rank {first.rank} had failed"
             return [
                 *_obedient(others),
-                *(f"{_who(e)} {_how(e)}, {after}" for e in others if not e.obeyed),
-                f"{_who(first)} failed first: it {_how(first)}",
+                *(f"{_who(e)} {how(e)}, {after}" for e in others if not e.obeyed),
+                f"{_who(first)} failed first: it {how(first)}",
             ]
         case Interrupt(signum=signum):
             after = f"after {signal_name(signum)}"
@@ -39,7 +39,7 @@ def report(state: State) -> list[str]:
             failed = [e for e in state.exits if e.failed and not e.obeyed]
             return [
                 *_obedient(killed),
-                *(f"{_who(e)} {_how(e)}, {after}" for e in failed),
+                *(f"{_who(e)} {how(e)}, {after}" for e in failed),
                 f"ended by {signal_name(signum)}",
             ]
         case OutputLost(stream=stream, errno=number):
@@ -66,7 +66,8 @@ def _who(e: Exit) -> str:
     return f"rank {e.rank} (pid {e.pid})"
 
 
-def _how(e: Exit) -> str:
+def how(e: Exit) -> str:
+    """How a rank ended, to follow "it"."""
     if e.returncode < 0:
         return f"was killed by {signal_name(-e.returncode)}"
     return f"exited with code {e.returncode}"

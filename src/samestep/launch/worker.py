@@ -15,7 +15,7 @@ from samestep.errors import LaunchError
 from samestep.launch.guard import Guard
 from samestep.launch.spec import LaunchSpec, worker_environment
 
-__all__ = ["Worker", "start_worker"]
+__all__ = ["Worker", "start_worker", "usable_cores"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -102,6 +102,13 @@ def start_worker(spec: LaunchSpec, rank: int, guard: Guard) -> Worker:
     except (OSError, ValueError, subprocess.SubprocessError) as e:
         raise LaunchError(f"rank {rank} of {spec.nproc_per_node} could not be started: {e}") from e
     return Worker(rank, process)
+
+
+def usable_cores() -> int:
+    """How many CPU cores this process, and so each worker, may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _bind_to_agent(guard: Guard) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,17 +129,20 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
     try:
-        outcome = (True, fn(C10dCommunicator(), *args))
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        communicator = C10dCommunicator()
+        communicator.barrier()  # a rank that is done early leaves; nobody may still be connecting to it then
+        outcome = ForkingPickler.dumps((True, fn(communicator, *args)))
     except BaseException:  # noqa: BLE001 - told to the parent, which raises it
-        outcome = (False, traceback.format_exc())
-    connection.send(outcome)
+        outcome = ForkingPickler.dumps((False, traceback.format_exc()))
+    connection.send_bytes(outcome)
     connection.close()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
