@@ -63,6 +63,8 @@ def test_every_exception_is_needed() -> None:
 _FLAGS: dict[str, list[str]] = {
     "samestep": ["--help", "--version", "-h"],
     "samestep run": [
+        "--drop-in",
+        "--drop_in",
         "--help",
         "--master-addr",
         "--master-port",

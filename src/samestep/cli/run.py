@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from samestep.launch import agent
+from samestep.launch.drop_in import drop_in_command
 from samestep.launch.program import module_command, script_command
 from samestep.launch.spec import LaunchSpec, num_workers
 from samestep.launch.worker import usable_cores
@@ -49,6 +50,8 @@ def add_parser(commands: "_SubParsersAction[Any]") -> None:
     text = "seconds that ranks told to end may take before they are killed (default: 30)"
     _flag(group, "--shutdown-timeout", metavar="S", type=_seconds, default=30.0, help=text)
     _flag(group, "--no-prefix", action="store_true", help="pass lines on without the rank in front")
+    text = "torch's DistributedDataParallel is samestep's in the script"
+    _flag(group, "--drop-in", action="store_true", help=text)
     parser.add_argument("-m", "--module", action="store_true", help="script is a module, as in python -m")
     parser.add_argument("script", help="Python file to run, or module with -m")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments and flags of the script's own")
@@ -57,10 +60,11 @@ def add_parser(commands: "_SubParsersAction[Any]") -> None:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    command = module_command if args.module else script_command
+    find = module_command if args.module else script_command
     try:
+        command = find(args.script, args.args)
         spec = LaunchSpec(
-            command=command(args.script, args.args),
+            command=drop_in_command(command) if args.drop_in else command,
             nproc_per_node=args.nproc_per_node,
             environment=environment(),
             cores=usable_cores(),
