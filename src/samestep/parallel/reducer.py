@@ -136,12 +136,12 @@ class Reducer:
     # A backward, from its first hook to its end
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        arrived = weakref.WeakMethod(self._arrived)
+        alive = weakref.ref(self)
 
         def hook(_: Tensor) -> None:
-            method = arrived()
-            if method is not None:
-                method(index)
+            reducer = alive()
+            if reducer is not None:
+                reducer._arrived(index)
 
         return hook
 
