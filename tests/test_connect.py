@@ -96,3 +96,11 @@ def test_what_is_no_group() -> None:
         communicator_for(dist.GroupMember.NON_GROUP_MEMBER)
     (comm,) = thread_communicators(1)
     assert communicator_for(comm) is comm
+
+
+def test_what_is_no_world_and_no_timeout() -> None:
+    with pytest.raises(TypeError, match="expected a World, or None for that of the environment, got int"):
+        connect(3)  # type: ignore[arg-type]
+    for timeout_s in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"rank 0: expected a timeout of more than 0 seconds, got {timeout_s}"):
+            connect(World.single("cpu"), timeout_s=timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import threading
 from collections import OrderedDict, namedtuple
@@ -315,6 +316,13 @@ def test_arguments_that_torchs_class_takes_are_accepted(options: dict[str, Any])
     run_threads(rank, 2)
 
 
+def test_the_signature_takes_torchs_arguments_in_torchs_order() -> None:
+    theirs, ours = (
+        list(inspect.signature(c).parameters) for c in (nn.parallel.DistributedDataParallel, DistributedDataParallel)
+    )
+    assert ours[: len(theirs)] == theirs
+
+
 def test_check_reduction_is_warned_about() -> None:
     def rank(comm: Communicator) -> None:
         with pytest.warns(FutureWarning, match="check_reduction does nothing"):
@@ -326,6 +334,7 @@ def test_check_reduction_is_warned_about() -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (nn.Linear, "expected a torch.nn.Module to wrap, got type"),
         (nn.Flatten(), "is not needed when a module doesn't have any parameter that requires a gradient"),
         (nn.Linear(2, 2).requires_grad_(False), "doesn't have any parameter that requires a gradient"),
         (nn.LazyLinear(2), "Modules with uninitialized parameters can't be used with `DistributedDataParallel`"),
@@ -334,7 +343,7 @@ def test_check_reduction_is_warned_about() -> None:
 )
 def test_modules_that_cannot_be_trained_are_torchs_own_errors(module: nn.Module, message: str) -> None:
     def rank(comm: Communicator) -> None:
-        with pytest.raises((RuntimeError, ValueError), match=message):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
             wrap(module, comm)
 
     run_threads(rank, 1)

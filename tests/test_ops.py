@@ -105,6 +105,34 @@ def test_a_message_to_oneself_is_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        (lambda c: c.all_reduce([1.0]), "expected a tensor, got list"),
+        (lambda c: c.broadcast(3), "expected a tensor, got int"),
+        (lambda c: c.all_gather(None), "expected a tensor, got NoneType"),
+        (lambda c: c.all_gather_uneven((1,)), "expected a tensor, got tuple"),
+        (lambda c: c.reduce_scatter("x"), "expected a tensor, got str"),
+        (lambda c: c.all_to_all([_flat(1), 2]), "expected a tensor, got int"),
+        (lambda c: c.send([1], 0), "expected a tensor, got list"),
+        (lambda c: c.recv({}, 0), "expected a tensor, got dict"),
+        (
+            lambda c: c.all_reduce(_flat(1), "sum"),
+            r"expected a Reduction, such as Reduction\.SUM, as reduction, got 'sum'",
+        ),
+        (lambda c: c.broadcast(_flat(1), "0"), "broadcast: expected an integer as source, got '0'"),
+        (lambda c: c.send(_flat(1), 1.0), r"send: expected an integer as peer, got 1\.0"),
+    ],
+)
+def test_what_is_of_the_wrong_type(call: Callable[[Any], object], said: str) -> None:
+    def main(comm: Communicator) -> None:
+        with pytest.raises(TypeError, match=f"rank {comm.rank}: .*{said}"):
+            call(comm)
+        comm.barrier()
+
+    run_threads(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
         (lambda c: c.all_gather_uneven(torch.tensor(1.0)), "all_gather_uneven: expected at least one dimension"),
         (lambda c: c.reduce_scatter(_flat(3)), r"reduce_scatter: .* divisible by 2 ranks, got \[3\]"),
         (lambda c: c.reduce_scatter(torch.tensor(1.0)), r"reduce_scatter: .* divisible by 2 ranks, got \[\]"),

@@ -105,6 +105,26 @@ def test_a_weight_or_loss_that_means_nothing_is_refused(
     run_threads(rank, 1)
 
 
+def test_a_weight_may_be_a_tensor() -> None:
+    def rank(comm: Communicator) -> None:
+        model, twin = wrap(linear(), comm), wrap(linear(), comm)
+        model.backward(model(samples(2, comm.rank)).mean(), weight=torch.tensor(1 + comm.rank))
+        twin.backward(twin(samples(2, comm.rank)).mean(), weight=1 + comm.rank)
+        assert equal(grads(model), grads(twin))
+
+    run_threads(rank, 2)
+
+
+def test_what_is_no_loss_is_refused() -> None:
+    def rank(comm: Communicator) -> None:
+        with pytest.raises(TypeError, match="rank 0: expected a tensor as loss, got float"):
+            wrap(linear(), comm).backward(0.5, weight=1)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="rank 0: expected a weight of at least 0, got many"):
+            wrap(linear(), comm).backward(torch.ones(()), weight="many")  # type: ignore[arg-type]
+
+    run_threads(rank, 1)
+
+
 def test_weights_and_none_do_not_mix_within_an_accumulation() -> None:
     def rank(comm: Communicator) -> None:
         model = wrap(linear(), comm)

@@ -112,18 +112,21 @@ class Communicator(ABC):
         Sum takes integers, floats and complex numbers, mean floats and complex numbers, product integers and floats;
         min and max integers, floats and bool; bit operations integers and bool.
         """
+        self._require_tensors(tensor)
         dense = writable(tensor, self.rank)
         self.start(AllReduce(dense, reduction)).wait()
         return give_back(dense, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy rank `source`'s `tensor` (any shape, strides, dtype; same on all ranks) into `tensor`; return it."""
+        self._require_tensors(tensor)
         dense = writable(tensor, self.rank)
         self.start(Broadcast(dense, source)).wait()
         return give_back(dense, tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the ranks' tensors (same shape and dtype on all), stacked: [size, *tensor.shape]."""
+        self._require_tensors(tensor)
         output = tensor.new_empty((self.size, *tensor.shape))
         self.start(AllGather(output, contiguous(tensor))).wait()
         return output
@@ -134,6 +137,7 @@ class Communicator(ABC):
         `tensor` has at least one dimension; the others and the dtype are the same on all ranks. Lengths are exchanged
         first, and shorter tensors travel padded to the longest.
         """
+        self._require_tensors(tensor)
         if tensor.dim() == 0:
             raise ValueError(
                 f"rank {self.rank}: all_gather_uneven: expected at least one dimension, got a scalar; use all_gather"
@@ -148,6 +152,7 @@ class Communicator(ABC):
 
         The first dimension is a multiple of `size`; rank r gets rows r * n / size up to (r + 1) * n / size.
         """
+        self._require_tensors(tensor)
         if tensor.dim() == 0 or len(tensor) % self.size:
             raise ValueError(
                 f"rank {self.rank}: reduce_scatter: expected a first dimension divisible by {self.size} ranks, got "
@@ -163,6 +168,7 @@ class Communicator(ABC):
         Tensors may differ in their first dimension; the others and the dtype are the same everywhere. Lengths are
         exchanged first.
         """
+        self._require_tensors(*tensors)
         if len(tensors) != self.size or any(t.dim() == 0 for t in tensors):
             raise ValueError(
                 f"rank {self.rank}: all_to_all: expected {self.size} tensors of at least one dimension, one for each "
@@ -191,10 +197,12 @@ class Communicator(ABC):
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send `tensor` to rank `peer`; returns when `tensor` may be changed again."""
+        self._require_tensors(tensor)
         self.start(Send(contiguous(tensor), peer, tag)).wait()
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive into `tensor`, of the shape and dtype sent, what rank `peer` sent with `tag`; return it."""
+        self._require_tensors(tensor)
         dense = writable(tensor, self.rank)
         self.start(Recv(dense, peer, tag)).wait()
         return give_back(dense, tensor)
@@ -239,6 +247,11 @@ class Communicator(ABC):
                 + ", ".join(f"rank {r} named {list(named)}" for r, named in enumerate(everyone))
             )
         return self._split(wanted)
+
+    def _require_tensors(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"rank {self.rank}: expected a tensor, got {type(tensor).__name__}")
 
     def _gather_lengths(self, tensor: Tensor) -> list[int]:
         lengths: list[int] = self.all_gather(torch.tensor(len(tensor), device=self.device)).tolist()

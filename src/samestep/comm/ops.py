@@ -186,6 +186,11 @@ def _check(op: Op, size: int) -> None:
     for name, tensor in _tensors(op):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{_NAMES[type(op)]}: expected a tensor as {name}, got {type(tensor).__name__}")
+    for name, kind in _SETTINGS.items():
+        value = getattr(op, name, None)
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{_NAMES[type(op)]}: expected {_article(kind)} as {name}, got {value!r}")
+    for name, tensor in _tensors(op):
         if tensor.layout != torch.strided:
             raise ValueError(f"{describe(op)}: {name} is {tensor.layout}, only dense tensors can be exchanged")
         if not tensor.is_contiguous():
@@ -209,6 +214,13 @@ def _check(op: Op, size: int) -> None:
             _check_splits(op, size)
         case _:
             pass
+
+
+_SETTINGS: dict[str, type] = {"reduction": Reduction, "source": int, "peer": int, "tag": int}
+
+
+def _article(kind: type) -> str:
+    return "an integer" if kind is int else f"a {kind.__name__}, such as {kind.__name__}.SUM,"
 
 
 def _tensors(op: Op) -> Iterator[tuple[str, Tensor]]:

@@ -53,11 +53,16 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
 
     Every exchange of the communicator is checked: ranks that ask for different things get a MismatchError.
 
-    Raises WorldError for a contradictory environment, BackendError if torch lacks the backend, DeadlineError if not all
-    ranks came, CommunicatorError if rank 0 cannot listen at its address or the backend failed, MismatchError if the
-    existing default group is another world than `world`. There is no default group then, or the one there was.
+    Raises TypeError or ValueError for arguments that make no sense, WorldError for a contradictory environment,
+    BackendError if torch lacks the backend, DeadlineError if not all ranks came, CommunicatorError if rank 0 cannot
+    listen at its address or the backend failed, MismatchError if the existing default group is another world than
+    `world`. There is no default group then, or the one there was.
     """
+    if world is not None and not isinstance(world, World):
+        raise TypeError(f"expected a World, or None for that of the environment, got {type(world).__name__}")
     world = World.from_env() if world is None else world
+    if not timeout_s > 0:
+        raise ValueError(f"rank {world.rank}: expected a timeout of more than 0 seconds, got {timeout_s}")
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
         if there != (world.rank, world.size):

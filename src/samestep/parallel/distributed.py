@@ -94,6 +94,8 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module to wrap, got {type(module).__name__}")
         refuse(
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
@@ -144,37 +146,41 @@ class DistributedDataParallel(nn.Module):
         self,
         loss: Tensor | None,
         *,
-        weight: float | None = None,
+        weight: float | Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> None:
         """Run `loss.backward()` with this rank's part counted `weight` times.
 
-        `loss` is a scalar, the mean over this rank's samples (or tokens); `weight` is their number. Gradients become
-        the sum over ranks of weight x gradient divided by the sum of weights, that is, the gradient of the mean over
-        all samples. Within `no_sync()` weights add up until the next synchronised backward, so micro-batches may be
-        uneven too. Every rank gives a weight, or none does; None is plain averaging. Only ratios of weights matter:
-        with float16 gradients, which a factor could overflow, give fractions. A rank that has no samples calls
-        `backward(None, weight=0)`; with weight 0 the loss is not looked at.
+        `loss` is a scalar, the mean over this rank's samples (or tokens); `weight` is their number, which may be a
+        tensor of one element. Gradients become the sum over ranks of weight x gradient divided by the sum of weights,
+        that is, the gradient of the mean over all samples. Within `no_sync()` weights add up until the next
+        synchronised backward, so micro-batches may be uneven too. Every rank gives a weight, or none does; None is
+        plain averaging. Only ratios of weights matter: with float16 gradients, which a factor could overflow, give
+        fractions. A rank that has no samples calls `backward(None, weight=0)`; with weight 0 the loss is not looked at.
 
-        Raises ValueError for a weight that is negative or not finite, ReplicaError if the ranks disagree.
+        Raises ValueError for a weight that is negative or not finite, TypeError for a loss that is no tensor,
+        ReplicaError if the ranks disagree.
         """
+        if loss is not None and not isinstance(loss, Tensor):
+            raise TypeError(f"rank {self.communicator.rank}: expected a tensor as loss, got {type(loss).__name__}")
         if weight is None:
             if loss is None:
                 raise ValueError(f"rank {self.communicator.rank}: a backward without a loss needs weight=0")
             loss.backward(retain_graph=retain_graph, create_graph=create_graph)
             return
-        if not (math.isfinite(weight) and weight >= 0):
+        count = _number(weight)
+        if not (math.isfinite(count) and count >= 0):
             raise ValueError(f"rank {self.communicator.rank}: expected a weight of at least 0, got {weight}")
-        if weight > 0 and (loss is None or loss.numel() != 1):
+        if count > 0 and (loss is None or loss.numel() != 1):
             got = "no loss" if loss is None else f"a loss of shape {list(loss.shape)}"
-            raise ValueError(f"rank {self.communicator.rank}: a weight of {weight:g} needs a scalar loss, got {got}")
+            raise ValueError(f"rank {self.communicator.rank}: a weight of {count:g} needs a scalar loss, got {got}")
         self._reducer.settle()
-        self._reducer.add_weight(float(weight))
-        if loss is None or weight == 0:
+        self._reducer.add_weight(count)
+        if loss is None or count == 0:
             self._reducer.contribute_nothing()
         else:
-            factor = torch.full_like(loss, weight)
+            factor = torch.full_like(loss, count)
             loss.backward(factor, retain_graph=retain_graph, create_graph=create_graph)
 
     @contextmanager
@@ -286,3 +292,11 @@ class DistributedDataParallel(nn.Module):
         self._reducer.detach()
         self._make_reducer(parameters)
         self.require_backward_grad_sync = sync
+
+
+def _number(weight: float | Tensor) -> float:
+    """Return `weight` as a float; NaN, which no weight may be, for what is no number."""
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
