@@ -69,6 +69,23 @@ def test_a_nan_loss_of_weight_0_is_not_looked_at() -> None:
     run_threads(rank, 2)
 
 
+def test_a_loss_that_knows_no_parameter_counts_with_its_weight() -> None:
+    def rank(comm: Communicator) -> list[Tensor | None]:
+        model = wrap(linear(), comm)
+        for _ in range(2):
+            model.zero_grad()
+            apart = torch.ones((), dtype=torch.float64, requires_grad=True)
+            loss = model(samples(3)).mean() if comm.rank == 0 else apart * 2
+            model.backward(loss, weight=3 - 2 * comm.rank)
+        return grads(model)
+
+    local = linear()
+    local(samples(3)).mean().backward()
+    for result in run_threads(rank, 2):
+        for got, parameter in zip(result, local.parameters(), strict=True):
+            assert torch.allclose(got, parameter.grad * 3 / 4, rtol=1e-14)  # type: ignore[arg-type, operator]
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [((1, None), "1 of 2 ranks gave a weight"), ((0, 0), "weights add up to 0")],

@@ -182,6 +182,7 @@ class DistributedDataParallel(nn.Module):
         else:
             factor = torch.full_like(loss, count)
             loss.backward(factor, retain_graph=retain_graph, create_graph=create_graph)
+            self._reducer.complete()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -118,6 +118,11 @@ class Reducer:
             self._begin()
             self._exchange_all()
 
+    def complete(self) -> None:
+        """Take part after a weighted backward that came through none of the parameters, and so opened nothing."""
+        if self._weight is not None:
+            self.contribute_nothing()
+
     def settle(self) -> None:
         """Make good for a backward that ended with an exception: tell the ranks that wait for this one that it failed.
 
