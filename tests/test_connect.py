@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from samestep.comm.c10d import C10dCommunicator
 from samestep.comm.select import communicator_for, connect
 from samestep.comm.threads import thread_communicators
 from samestep.errors import BackendError, CommunicatorError
+from samestep.parallel.distributed import DistributedDataParallel
 from samestep.testing.ranks import run_processes
 from samestep.world import World
 
@@ -104,3 +106,16 @@ def test_what_is_no_world_and_no_timeout() -> None:
     for timeout_s in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"rank 0: expected a timeout of more than 0 seconds, got {timeout_s}"):
             connect(World.single("cpu"), timeout_s=timeout_s)
+
+
+def test_closing_ends_the_group_although_wrappers_still_know_it() -> None:
+    with connect(World.single("cpu")) as comm:
+        group = weakref.ref(dist.group.WORLD)
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+    assert group() is None, "its threads are joined while the interpreter is whole"
+    for use in (comm.barrier, model(torch.ones(1, 2)).sum().backward):
+        with pytest.raises(CommunicatorError, match="rank 0 of 1: the process group has been destroyed"):
+            use()
+    with connect(World.single("cpu")) as again:
+        again.barrier()

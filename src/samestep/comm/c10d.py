@@ -7,6 +7,7 @@ sum divided on arrival. Its errors are translated into ours.
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -79,11 +80,14 @@ class C10dCommunicator(Communicator):
                 "torch.distributed has no process group: call samestep.connect() or "
                 "torch.distributed.init_process_group() first"
             )
-        if group is None:
-            group = dist.group.WORLD
-        assert group is not None
-        self.group: dist.ProcessGroup = group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        world = dist.group.WORLD
+        # The default group is not kept alive from here, so that destroy_process_group() is its end, with Gloo's threads
+        # joined. Were they still there when the interpreter ends, one that has to let go of a Python object then would
+        # abort the process ("terminate called without an active exception").
+        self._group: Callable[[], dist.ProcessGroup | None] = (
+            weakref.ref(world) if group is None or group is world else lambda: group
+        )
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
         self.device = _control_device(self.group)
@@ -91,11 +95,20 @@ class C10dCommunicator(Communicator):
         self._owns_group = owns_group
         self._broken: tuple[type[CommunicatorError], str] | None = None
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group; CommunicatorError once it is destroyed."""
+        group = self._group()
+        if group is None:
+            raise CommunicatorError(f"rank {self.rank} of {self.size}: the process group has been destroyed")
+        return group
+
     def _start(self, op: Op) -> Work:
         if self._broken is not None:
             raise self._again()
+        group = self.group
         try:
-            work, finish = self._begin(op)
+            work, finish = self._begin(op, group)
         except RuntimeError as error:
             raise self.failed(op, error) from error
         return DoneWork() if work is None else _C10dWork(self, op, work, finish)
@@ -130,9 +143,8 @@ class C10dCommunicator(Communicator):
         kind, message = self._broken
         return kind(f"rank {self.rank}: the group is broken since: {message}")
 
-    def _begin(self, op: Op) -> tuple[Any, Callable[[], None] | None]:
+    def _begin(self, op: Op, group: dist.ProcessGroup) -> tuple[Any, Callable[[], None] | None]:
         """Give `op` to the backend; return its work (None if nothing had to move) and what to do on arrival."""
-        group = self.group
         match op:
             case Barrier():
                 return dist.barrier(group=group, async_op=True), None
@@ -191,6 +203,7 @@ class C10dCommunicator(Communicator):
         if self._owns_group:
             self._owns_group = False
             dist.destroy_process_group(self.group)
+            self._group = _gone
 
 
 class _C10dWork(Work):
@@ -287,6 +300,10 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def _control_device(group: dist.ProcessGroup) -> torch.device:
     types = {torch.device(d).type for d in group._device_types}
     return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
+
+
+def _gone() -> None:
+    return None
 
 
 def _first_line(error: BaseException) -> str:
