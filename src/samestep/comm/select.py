@@ -106,11 +106,13 @@ def _meeting_point(world: World, timeout_s: float) -> Store:
             outcome.put(error)
 
     # In a thread, as torch's client waits for ever where something listens that never answers.
-    threading.Thread(target=meet, name="samestep rendezvous", daemon=True).start()
+    thread = threading.Thread(target=meet, name="samestep rendezvous", daemon=True)
+    thread.start()
     try:
         met = outcome.get(timeout=timeout_s + _GRACE_S)
     except queue.Empty:
         raise dist.DistStoreError("something else listens there, which does not answer") from None
+    thread.join()
     if isinstance(met, RuntimeError):
         raise met
     return met
