@@ -108,3 +108,29 @@ def published_gradients(communicator: Communicator) -> str:
 
     example(communicator.rank, DistributedDataParallel)  # asserts the numbers
     return "as published"
+
+
+_AT_WORK_TO_THE_LAST = """
+import os, torch, samestep, torch.distributed as dist
+
+def main():
+    with samestep.connect():
+        model = samestep.DistributedDataParallel(torch.nn.Linear(3, 3))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        for _ in range(40):
+            dist.all_reduce(torch.ones(1 << 18), async_op=True)
+
+main()
+names = {open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")}
+print("left:", sorted(name for name in names if "gloo" in name))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have names in Linux's /proc")
+def test_no_thread_of_gloo_is_left_to_meet_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    """One that lets go of a Python object then aborts the process; several things once kept the default group alive."""
+    (tmp_path / "script.py").write_text(_AT_WORK_TO_THE_LAST)
+    output = launch("script.py", folder=tmp_path)
+    assert sorted(line for line in output.splitlines() if "left" in line) == ["[0] left: []", "[1] left: []"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401 - before there is a default group: its defaults would keep that one
 from torch import Tensor
 
 from samestep.comm import c10d_gloo
@@ -83,7 +84,8 @@ class C10dCommunicator(Communicator):
         world = dist.group.WORLD
         # The default group is not kept alive from here, so that destroy_process_group() is its end, with Gloo's threads
         # joined. Were they still there when the interpreter ends, one that has to let go of a Python object then would
-        # abort the process ("terminate called without an active exception").
+        # abort the process ("terminate called without an active exception"). torch.distributed.nn.functional, which the
+        # first optimizer imports by way of dynamo, would keep it, too, as the default of its arguments.
         self._group: Callable[[], dist.ProcessGroup | None] = (
             weakref.ref(world) if group is None or group is world else lambda: group
         )
