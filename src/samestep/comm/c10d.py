@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401 - before there is a default group: its defaults would keep that one
+import torch.distributed.nn.functional  # before there is a default group: its defaults would keep that one
 from torch import Tensor
 
 from samestep.comm import c10d_gloo
