@@ -28,7 +28,7 @@ __all__ = [
 # Top to bottom: a room imports from itself and from those before it.
 ROOMS = ("", "comm", "parallel", "data", "run", "launch", "inspect", "cli", "testing")
 LOBBY = frozenset({"errors", "world", "launchers", "variables", "hostlist", "clock"})  # what may lie in no room
-FREE = frozenset({"samestep", "samestep.__main__"})
+FREE = frozenset({"samestep", "samestep.__main__", "samestep.launch.__main__"})
 
 # Rivals: none imports another.
 TRANSPORTS = ("samestep.comm.c10d", "samestep.comm.threads")
@@ -41,7 +41,15 @@ PURE = frozenset(
         "parallel.plan",
         "parallel.arrivals",
         "data.sharding",
+        "launch.ending",
+        "launch.events",
+        "launch.logs",
+        "launch.nodes",
+        "launch.options",
+        "launch.place",
+        "launch.rows",
         "launch.spec",
+        "launch.told",
     )
 )
 _WORLDLY = ("torch.distributed", "os", "time", "socket", "subprocess", "threading")
@@ -81,7 +89,10 @@ def cycles(tree: list[Module]) -> list[str]:
 def siblings(tree: list[Module]) -> list[str]:
     """Transports don't import one another, nor do commands."""
     known = package(tree)
-    commands = {m.name for m in known.values() if m.room == "cli" and not m.is_package} - {"samestep.cli.main"}
+    commands = {m.name for m in known.values() if m.room == "cli" and not m.is_package} - {
+        "samestep.cli.flags",
+        "samestep.cli.main",
+    }
     return [
         f"{m.path}:{imported.line}: imports its sibling {other.name}"
         for m, imported, other in _inner_imports(known)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from samestep.world import environment
 
-__all__ = ["Run", "guard_of", "is_gone", "wait_until"]
+__all__ = ["Run", "guard_of", "is_gone", "named_child_of", "wait_until"]
 
 _LIMIT_S = 60.0
 _LOOK_S = 0.01
@@ -127,8 +127,13 @@ def is_gone(pid: int) -> bool:
 
 def guard_of(pid: int) -> int:
     """The guard of a launcher; waits until it has taken its name."""
-    wait_until(lambda: "samestep-guard" in _processes_below(pid))
-    return _processes_below(pid)["samestep-guard"]
+    return named_child_of(pid, "samestep-guard")
+
+
+def named_child_of(pid: int, name: str) -> int:
+    """A child of a process, by its name; waits until there is one."""
+    wait_until(lambda: name in _processes_below(pid))
+    return _processes_below(pid)[name]
 
 
 def _processes_below(pid: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ import architecture_rules as rules
 import pytest
 from architecture_tree import Module, modules
 
+from samestep.cli import launch
 from samestep.cli.main import parser
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -60,32 +61,30 @@ def test_every_exception_is_needed() -> None:
         assert [broken for broken in rules.argument_counts(_TREE, others) if name in broken], f"{name} needs none"
 
 
-_FLAGS: dict[str, list[str]] = {
-    "samestep": ["--help", "--version", "-h"],
-    "samestep run": [
-        "--drop-in",
-        "--drop_in",
-        "--help",
-        "--master-addr",
-        "--master-port",
-        "--master_addr",
-        "--master_port",
-        "--module",
-        "--no-prefix",
-        "--no_prefix",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        "--shutdown-timeout",
-        "--shutdown_timeout",
-        "-h",
-        "-m",
-    ],
+def _spelled(flags: str) -> set[str]:
+    """Return the flags, and those of several words also with underscores, as torchrun takes them."""
+    names = {"-h", "--help", *flags.split()}
+    return names | {"--" + name[2:].replace("-", "_") for name in names if name.startswith("--")}
+
+
+_RUN = """
+--drop-in --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --local-addr
+--local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-restarts --module
+--monitor-interval --nnodes --no-prefix --no-python --node-rank --nproc-per-node --numa-binding
+--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --role --run-path
+--shutdown-timeout --signals-to-handle --standalone --start-method --tee --virtual-local-rank -m -r
+-t
+"""
+_FLAGS: dict[str, set[str]] = {
+    "samestep": {"--help", "--version", "-h"},
+    "samestep run": _spelled(_RUN),
+    "python -m samestep.launch": _spelled(_RUN + "--local-rank-spelling --use-env"),
 }
 
 
-def _flags(command: argparse.ArgumentParser) -> dict[str, list[str]]:
+def _flags(command: argparse.ArgumentParser) -> dict[str, set[str]]:
     """Return the option strings of a command and of all its subcommands, by their full names."""
-    found = {command.prog: sorted(flag for action in command._actions for flag in action.option_strings)}
+    found = {command.prog: {flag for action in command._actions for flag in action.option_strings}}
     for action in command._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subcommand in action.choices.values():
@@ -95,13 +94,13 @@ def _flags(command: argparse.ArgumentParser) -> dict[str, list[str]]:
 
 def test_flags_are_a_promise() -> None:
     """A flag that is gone or renamed breaks somebody's script: change this list only on purpose."""
-    assert _flags(parser()) == _FLAGS
+    assert _flags(parser()) | _flags(launch.parser()) == _FLAGS
 
 
 def test_new_flags_are_noticed() -> None:
     command = argparse.ArgumentParser(prog="tool", add_help=False)
     command.add_subparsers().add_parser("go", add_help=False).add_argument("-f", "--fast", action="store_true")
-    assert _flags(command) == {"tool": [], "tool go": ["--fast", "-f"]}
+    assert _flags(command) == {"tool": set(), "tool go": {"--fast", "-f"}}
 
 
 def _long(lines: int) -> str:

@@ -14,6 +14,9 @@ from launching import Run, guard_of, is_gone, wait_until
 
 from samestep.errors import LaunchError
 from samestep.launch import agent
+from samestep.launch.agent import watch
+from samestep.launch.ending import exit_code
+from samestep.launch.failures import report
 from samestep.launch.guard import Guard
 from samestep.launch.spec import LaunchSpec, worker_environment
 from samestep.world import environment
@@ -43,7 +46,10 @@ note(f"seen-{rank}", json.dumps([dict(os.environ), sys.argv, sys.path[0], os.rea
             k: v for k, v in expected.items() if v is not None and k != "LC_CTYPE"
         }
         script = str(tmp_path / "script.py")
-        assert seen[rank][1:] == [[script], str(tmp_path), os.devnull, ["0", "1", "2"], True]
+        assert seen[rank][1:4] == [[script], str(tmp_path), os.devnull]
+        assert seen[rank][4][:3] == ["0", "1", "2"]
+        assert len(seen[rank][4]) == 4, "the pipe for what it has to tell, and nothing else"
+        assert seen[rank][5]
 
 
 @pytest.mark.parametrize(
@@ -51,19 +57,24 @@ note(f"seen-{rank}", json.dumps([dict(os.environ), sys.argv, sys.path[0], os.rea
     [
         ("if rank: sys.exit(7)", 7, "failed first: it exited with code 7", ""),
         ("if rank: os.kill(os.getpid(), signal.SIGKILL)", 137, "failed first: it was killed by SIGKILL", ""),
-        ("if rank: os.kill(os.getpid(), signal.SIGSEGV)", 139, "failed first: it was killed by SIGSEGV", ""),
-        ("if rank: raise KeyError('lost')", 1, "failed first: it exited with code 1", "KeyError: 'lost'"),
-        ("def (", 1, "failed first: it exited with code 1", "SyntaxError: invalid syntax"),
-        ("if rank: os.abort()", 134, "failed first: it was killed by SIGABRT", ""),
+        (
+            "if rank: os.kill(os.getpid(), signal.SIGSEGV)",
+            139,
+            "failed first: it was killed by SIGSEGV:",
+            "Segmentation",
+        ),
+        ("if rank: raise KeyError('lost')", 1, "failed first: it exited with code 1:", "KeyError: 'lost'"),
+        ("if rank: os.abort()", 134, "failed first: it was killed by SIGABRT:", "script.py"),
     ],
 )
 def test_the_exit_code_is_the_failing_ranks(tmp_path: Path, text: str, code: int, last: str, trace: str) -> None:
-    (tmp_path / "program").mkdir()
     with Run(tmp_path, text, *TWO) as run:
         assert run.wait() == code
     lines = run.lines(run.err)
-    assert re.fullmatch(rf"samestep: rank \d \(pid \d+\) {re.escape(last)}", lines[-1])
-    assert trace in "\n".join(lines[:-1])
+    (place,) = [n for n, line in enumerate(lines) if "failed first" in line]
+    assert re.fullmatch(rf"samestep: rank \d \(pid \d+ on \S+\) {re.escape(last)}", lines[place])
+    assert trace in "\n".join(lines[place + 1 :])
+    assert bool(lines[place + 1 :]) == bool(trace)
     assert run.lines(run.out) == []
 
 
@@ -79,9 +90,10 @@ sys.exit("no more")
     with Run(tmp_path, text, *TWO, "--shutdown-timeout", "1000") as run:
         assert run.wait() == 1
         run.assert_nobody_is_left(3)
-    *_, before, last = run.lines(run.err)
+    *_, before, last, told = run.lines(run.err)
     assert before == "samestep: rank 0 was ended by the launcher (SIGTERM)"
     assert "rank 1 (pid" in last
+    assert told == "SystemExit: no more"
     assert "[1] no more" in run.lines(run.err)
 
 
@@ -279,7 +291,7 @@ class TestInProcess:
     def test_a_run(self, tmp_path: Path, fd: int, has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         if not has_pidfd:
             monkeypatch.delattr(os, "pidfd_open")
-        assert agent.run(spec_of("import os; print(os.environ['RANK'])"), stdout=fd, stderr=fd) == 0
+        assert watch(spec_of("import os; print(os.environ['RANK'])"), stdout=fd, stderr=fd).cause is None
         assert sorted((tmp_path / "both").read_text().splitlines()) == ["[0] 0", "[1] 1"]
 
     def test_workers_start_without_a_guard(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,17 +303,18 @@ class TestInProcess:
             return guard
 
         monkeypatch.setattr(agent, "Guard", killed_guard)
-        assert agent.run(spec_of("pass"), stdout=fd, stderr=fd) == 0
+        assert watch(spec_of("pass"), stdout=fd, stderr=fd).cause is None
 
-    def test_a_signal_to_this_process(self, tmp_path: Path, fd: int) -> None:
+    def test_a_signal_to_this_process(self, fd: int) -> None:
         code = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
-        assert agent.run(spec_of(code, nproc=1), stdout=fd, stderr=fd) == 143
-        assert (tmp_path / "both").read_text() == "samestep: ended by SIGTERM\n"
+        state = watch(spec_of(code, nproc=1), stdout=fd, stderr=fd)
+        assert exit_code(state) == 143
+        assert report(state).lines == ("ended by SIGTERM",)
 
     def test_what_can_not_be_started(self, tmp_path: Path, fd: int) -> None:
         spec = LaunchSpec((str(tmp_path / "nothere"),), 2, {}, 2)
         with pytest.raises(LaunchError, match=r"rank 0 of 2 could not be started: .*nothere"):
-            agent.run(spec, stdout=fd, stderr=fd)
+            watch(spec, stdout=fd, stderr=fd)
 
     def test_started_workers_are_cleared_away_when_one_can_not_start(self, tmp_path: Path, fd: int) -> None:
         spec = spec_of(f"import os, signal; open({str(tmp_path)!r} + '/up', 'w'); signal.pause()", nproc=40)
@@ -309,20 +322,20 @@ class TestInProcess:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_descriptors()) + 30, hard))
         try:
             with pytest.raises(LaunchError, match=r"rank \d of 40 could not be started: .*Too many open files"):
-                agent.run(spec, stdout=fd, stderr=fd)
+                watch(spec, stdout=fd, stderr=fd)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     def test_closed_output(self) -> None:
         with pytest.raises(LaunchError, match=r"stdout .*is not open"):
-            agent.run(spec_of("pass"), stdout=9999, stderr=2)
+            watch(spec_of("pass"), stdout=9999, stderr=2)
 
     def test_another_thread_is_refused(self, fd: int) -> None:
         errors: list[BaseException] = []
 
         def try_it() -> None:
             try:
-                agent.run(spec_of("pass"), stdout=fd, stderr=fd)
+                watch(spec_of("pass"), stdout=fd, stderr=fd)
             except LaunchError as e:
                 errors.append(e)
 

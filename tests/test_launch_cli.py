@@ -1,6 +1,10 @@
-"""The command line: what is taken, what is refused and how, and where the workers will meet."""
+"""The command line: what is taken, and what is refused and how."""
 
+import argparse
+import contextlib
+import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,23 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from samestep.cli import flags
 from samestep.cli.main import main, parser
-from samestep.errors import LaunchError
-from samestep.launch import agent
-from samestep.launch.port import reserved_port
-from samestep.launch.spec import LaunchSpec
+from samestep.launch import job
+from samestep.launch.options import Conf, Options
 
 
 @pytest.fixture
-def specs(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """Collects what would be launched, and launches nothing."""
-    seen: list[LaunchSpec] = []
+    seen: list[Options] = []
 
-    def note(spec: LaunchSpec) -> int:
-        seen.append(spec)
+    def note(options: Options) -> int:
+        seen.append(options)
         return 42
 
-    monkeypatch.setattr(agent, "run", note)
+    monkeypatch.setattr(job, "launch", note)
     return seen
 
 
@@ -42,22 +45,50 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def test_flags_reach_the_launcher(specs: list[LaunchSpec], script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MARK", "seen")
-    argv = ["run", "--nproc-per-node", "3", "--master-addr", "::1", "--master-port=7", "--shutdown-timeout", "1.5"]
-    assert main([*argv, "--no-prefix", script, "-m", "--nproc-per-node", "9", "--", "x"]) == 42
-    (spec,) = specs
-    assert spec.command == (sys.executable, script, "-m", "--nproc-per-node", "9", "--", "x")
-    assert (spec.nproc_per_node, spec.master_addr, spec.master_port) == (3, "::1", 7)
-    assert (spec.shutdown_timeout_s, spec.prefix, spec.environment["MARK"]) == (1.5, False, "seen")
-    assert spec.cores == len(os.sched_getaffinity(0))
+def test_flags_reach_the_launcher(asked: list[Options], script: str) -> None:
+    argv = "--nproc-per-node 3 --max-restarts=2 --role trainer --start-method spawn --drop-in --monitor-interval 5"
+    argv += (
+        " --nnodes 1:4 --rdzv-endpoint [::1]:7 --rdzv-id=x --rdzv-conf is_host=1 --node-rank=2 --local-addr 10.0.0.1"
+    )
+    argv += " --log-dir logs -r 1 -t 0:3 --local-ranks-filter 0,2 --no-prefix"
+    argv += " --shutdown-timeout 1.5 --signals-to-handle SIGUSR1"
+    assert main(["run", *argv.split(), script, "-m", "--nproc-per-node", "9", "--", "x"]) == 42
+    assert asked == [
+        Options(
+            command=(sys.executable, script, "-m", "--nproc-per-node", "9", "--", "x"),
+            num_script_args=5,
+            nproc_per_node=3,
+            drop_in=True,
+            min_nodes=1,
+            max_nodes=4,
+            node_rank=2,
+            rendezvous="c10d",
+            endpoint_host="::1",
+            endpoint_port=7,
+            run_id="x",
+            conf=Conf(is_host=True),
+            local_addr="10.0.0.1",
+            max_restarts=2,
+            role="trainer",
+            start_method="spawn",
+            log_dir="logs",
+            redirects=1,
+            tee={0: 3},
+            local_ranks_filter=frozenset({0, 2}),
+            shutdown_timeout_s=1.5,
+            signals=(signal.SIGUSR1,),
+            prefix=False,
+        )
+    ]
 
 
-def test_what_a_launch_is_without_flags(specs: list[LaunchSpec], script: str) -> None:
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_what_a_launch_is_without_flags(
+    asked: list[Options], script: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
     assert main(["run", script]) == 42
-    (spec,) = specs
-    assert (spec.nproc_per_node, spec.master_addr, spec.master_port) == (1, "127.0.0.1", 0)
-    assert (spec.shutdown_timeout_s, spec.prefix) == (30.0, True)
+    assert asked == [Options((sys.executable, script), start_method="fork" if platform == "linux" else "spawn")]
 
 
 @pytest.mark.parametrize(
@@ -67,56 +98,217 @@ def test_what_a_launch_is_without_flags(specs: list[LaunchSpec], script: str) ->
         ["--nproc_per_node=2", "--master_addr=A", "--master_port=5", "--shutdown_timeout=0", "--no_prefix"],
     ],
 )
-def test_underscores_are_taken_as_torchrun_takes_them(specs: list[LaunchSpec], script: str, argv: list[str]) -> None:
+def test_underscores_are_taken_as_torchrun_takes_them(asked: list[Options], script: str, argv: list[str]) -> None:
     assert main(["run", *argv, script]) == 42
-    (spec,) = specs
-    assert (spec.nproc_per_node, spec.master_addr, spec.master_port) == (2, "A", 5)
-    assert (spec.shutdown_timeout_s, spec.prefix) == (0.0, False)
+    (options,) = asked
+    assert (options.nproc_per_node, options.master_addr, options.master_port) == (2, "A", 5)
+    assert (options.shutdown_timeout_s, options.prefix) == (0.0, False)
 
 
 @pytest.mark.parametrize("flag", ["-m", "--module"])
-def test_modules(specs: list[LaunchSpec], flag: str) -> None:
+def test_modules(asked: list[Options], flag: str) -> None:
     assert main(["run", flag, "timeit", "-s", "pass"]) == 42
-    assert specs[0].command == (sys.executable, "-m", "timeit", "-s", "pass")
+    assert (asked[0].command, asked[0].num_script_args) == ((sys.executable, "-m", "timeit", "-s", "pass"), 2)
 
 
-def test_one_worker_for_each_core(specs: list[LaunchSpec], script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs(asked: list[Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "tool"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("tool", "./tool", str(program)):
+        assert main(["run", "--no-python", name, "-x"]) == 42
+    assert [options.command for options in asked] == [(n, "-x") for n in (str(program), "./tool", str(program))]
+    assert {(options.is_python, options.start_method) for options in asked} == {(False, "spawn")}
+
+
+def test_a_file_to_run_by_path_is_what_is_run_anyway(asked: list[Options], script: str) -> None:
+    assert main(["run", "--run-path", script]) == 42
+    assert main(["run", "--start-method", "forkserver", script]) == 42
+    assert asked == [Options((sys.executable, script))] * 2
+
+
+def test_workers_are_counted(asked: list[Options], script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
-    assert main(["run", "--nproc-per-node", "cpu", script]) == 42
-    assert (specs[0].nproc_per_node, specs[0].cores) == (3, 3)
+    for gpus in (0, 4):
+        monkeypatch.setattr(flags, "num_gpus", lambda environ, gpus=gpus: gpus)
+        for text in ("cpu", "auto", "8", "gpu"):
+            assert main(["run", "--nproc-per-node", text, script]) == (2 if (gpus, text) == (0, "gpu") else 42)
+    assert [options.nproc_per_node for options in asked] == [3, 3, 8, 3, 4, 8, 4]
+
+
+def test_the_static_rendezvous_says_who_holds_the_store(asked: list[Options], script: str) -> None:
+    for rank in ("0", "1"):
+        assert main(["run", "--nnodes=2", "--master-addr=10.0.0.1", "--node-rank", rank, script]) == 42
+    assert [(options.rendezvous, options.node_rank, options.conf.is_host) for options in asked] == [
+        ("static", 0, True),
+        ("static", 1, False),
+    ]
+    assert (asked[0].endpoint_host, asked[0].endpoint_port) == ("10.0.0.1", 29500)
+
+
+def test_variables_stand_in_for_flags_as_with_torchrun(
+    asked: list[Options], script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "5")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    monkeypatch.setenv("PET_MODULE", "1")
+    monkeypatch.setenv("PET_STANDALONE", "0")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    assert main(["run", "--nproc-per-node", "2", "timeit"]) == 42
+    assert main(["run", "--shutdown-timeout", "1", "timeit"]) == 42
+    assert [(o.nproc_per_node, o.max_restarts, o.shutdown_timeout_s) for o in asked] == [(2, 3, 7.0), (5, 3, 1.0)]
+    assert asked[0].command == (sys.executable, "-m", "timeit")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("PET_NNODES", "x", "PET_NNODES in the environment: got 'x', expected a number of nodes"),
+        ("PET_STANDALONE", "yes", "PET_STANDALONE in the environment: got 'yes'"),
+        ("PET_VIRTUAL_LOCAL_RANK", "1", "--virtual-local-rank is not honoured"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT in the environment: got 'x'"),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused_by_name(
+    variable: str, text: str, message: str, asked: list[Options], script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert_refused(["run", script], message, asked)
+
+
+def assert_refused(argv: list[str], message: str, asked: list[Options]) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(argv) == 2
+    assert out.getvalue() == ""
+    assert message in err.getvalue()
+    assert err.getvalue().startswith("samestep" if argv == ["walk"] else "samestep run: ")
+    assert err.getvalue().count("\n") == 1
+    assert asked == []
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run"], "arguments are required: script"),
-        (["run", "nothere.py"], "script 'nothere.py' does not exist in "),
-        (["run", "/"], "script '/' is a directory"),
-        (["run", "-m", "not.here"], "module 'not.here' can't be found"),
-        (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node: got 0, expected at least 1"),
-        (["run", "--nproc-per-node", "-1", __file__], "--nproc-per-node: got -1, expected at least 1"),
-        (["run", "--nproc_per_node", "foo", __file__], "--nproc_per_node: got 'foo', expected an integer"),
-        (["run", "--nproc-per-node", "gpu", __file__], "--nproc-per-node: got 'gpu': GPUs are not counted"),
-        (["run", "--master-port", "65536", __file__], "--master-port: got '65536', expected 0 (a free one) to 65535"),
-        (["run", "--master-port", "x", __file__], "--master-port: got 'x'"),
-        (["run", "--master-addr", "", __file__], "--master-addr: got nothing"),
-        (["run", "--shutdown-timeout", "-1", __file__], "--shutdown-timeout: got '-1', expected a number of seconds"),
-        (["run", "--shutdown-timeout", "inf", __file__], "--shutdown-timeout: got 'inf'"),
-        (["run", "--nproc", "2", __file__], "unknown: --nproc"),
-        (["run", "--rdzv-id", "2", __file__], "unknown: --rdzv-id"),
-        (["walk"], "invalid choice: 'walk'"),
+        ([], "arguments are required: script"),
+        (["nothere.py"], "script 'nothere.py' does not exist in "),
+        (["/"], "script '/' is a directory"),
+        (["-m", "not.here"], "module 'not.here' can't be found"),
+        (["--nproc-per-node", "0", __file__], "--nproc-per-node: got 0, expected at least 1"),
+        (["--nproc-per-node", "-1", __file__], "--nproc-per-node: got -1, expected at least 1"),
+        (["--nproc_per_node", "foo", __file__], "--nproc_per_node: got 'foo', expected an integer"),
+        (["--nproc-per-node", "xpu", __file__], "--nproc-per-node: got 'xpu': Intel's GPUs are not counted"),
+        (["--master-port", "65536", __file__], "--master-port: got '65536', expected 0 (a free one) to 65535"),
+        (["--master-port", "x", __file__], "--master-port: got 'x'"),
+        (["--master-addr", "", __file__], "--master-addr: got nothing"),
+        (["--master-addr", "host:1", __file__], "--master-addr: 'host:1' has a port"),
+        (["--shutdown-timeout", "-1", __file__], "--shutdown-timeout: got '-1', expected a number of seconds"),
+        (["--shutdown-timeout", "inf", __file__], "--shutdown-timeout: got 'inf'"),
+        (["--max-restarts", "-1", __file__], "--max-restarts: got '-1', expected an integer of at least 0"),
+        (["--role", "", __file__], "--role: got nothing, expected a name"),
+        (["--log-dir", "", __file__], "--log-dir: got nothing, expected a folder"),
+        (["--start-method", "thread", __file__], "--start-method: got 'thread', expected fork or spawn"),
+        (["-r", "4", __file__], "-r/--redirects: got '4', expected 0 (none)"),
+        (["--nproc", "2", __file__], "unknown: --nproc"),
     ],
 )
-def test_bad_input_is_one_line_and_starts_nothing(
-    argv: list[str], message: str, specs: list[LaunchSpec], capfd: pytest.CaptureFixture[str]
+def test_bad_input_is_one_line_and_starts_nothing(argv: list[str], message: str, asked: list[Options]) -> None:
+    assert_refused(["run", *argv], message, asked)
+
+
+def test_a_command_that_is_none(asked: list[Options]) -> None:
+    assert_refused(["walk"], "invalid choice: 'walk'", asked)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--logs-specs", "mine"], "--logs-specs: not honoured: files are laid out by --log-dir"),
+        (["--numa-binding", "node"], "--numa-binding: not honoured: the system places workers"),
+        (["--event-log-handler", "mine"], "--event-log-handler: not honoured: there are no events"),
+        (["--duplicate-stdout-filters", "a"], "--duplicate-stdout-filters: not honoured: give --tee"),
+        (["--duplicate_stderr_filters", "a"], "--duplicate_stderr_filters: not honoured: give --tee"),
+        (["--virtual-local-rank"], "--virtual-local-rank is not honoured: LOCAL_RANK numbers the workers"),
+        (["--rdzv-backend", "etcd"], "--rdzv-backend: got 'etcd', which needs a server of etcd"),
+        (["--rdzv-conf", "rank=0"], "--rdzv-conf: rank is not honoured: give --node-rank"),
+        (["--node-rank", "1"], "--node-rank is 1, but there is one node"),
+        (["--standalone", "--nnodes", "2"], "--standalone is for one machine"),
+        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint"),
+        (["--no-python", "-m"], "--no-python and --module contradict each other"),
+        (["--no-python", "--drop-in"], "--no-python and --drop-in contradict each other"),
+        (["--run-path", "-m"], "--run-path and --module contradict each other"),
+        (["--no-python", "--start-method", "fork"], "--no-python and --start-method fork contradict each other"),
+        (
+            ["--nnodes=2", "--master-addr=a", "--node-rank=1", "--rdzv-conf=is_host=1"],
+            "--rdzv-conf says is_host, but --node-rank is 1",
+        ),
+    ],
+)
+def test_what_is_not_honoured_is_refused_with_the_reason(argv: list[str], message: str, asked: list[Options]) -> None:
+    assert_refused(["run", *argv, __file__], message, asked)
+
+
+def test_refused_flags_may_ask_for_what_is_done_anyway(asked: list[Options], script: str) -> None:
+    assert main(["run", "--event-log-handler", "null", "--duplicate-stdout-filters", "", script]) == 42
+
+
+def test_every_flag_of_torchrun_is_known() -> None:
+    from torch.distributed.run import get_args_parser
+
+    theirs = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    ours = argparse.ArgumentParser()
+    flags.add_flags(ours)
+    assert theirs - {flag for action in ours._actions for flag in action.option_strings} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(:\n  pass\n", ", line 1: SyntaxError: invalid syntax"),
+        ("a = 1\nif a:\nb = 2\n", ", line 3: IndentationError: expected an indented block"),
+        ("\n\nreturn 1\n", ", line 3: SyntaxError: 'return' outside function"),
+        ("x = '\0'\n", "null bytes"),
+    ],
+)
+def test_a_syntax_error_is_told_before_anything_starts(
+    text: str, message: str, asked: list[Options], tmp_path: Path
 ) -> None:
-    assert main(argv) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert message in err
-    assert err.startswith("samestep" if argv == ["walk"] else "samestep run: ")
-    assert err.count("\n") == 1
-    assert specs == []
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert_refused(["run", str(script)], f"script {str(script)!r}", asked)
+    assert_refused(["run", str(script)], message, asked)
+
+
+def test_scripts_are_compiled_without_a_word(
+    asked: list[Options], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, data in (("odd.py", b"# coding: latin-1\nx = '\\d \xe9'\n"), ("no_suffix", b"(")):
+        (tmp_path / name).write_bytes(data)
+        assert main(["run", str(tmp_path / name)]) == 42
+    assert capfd.readouterr() == ("", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["no_suffix", "odd.py"]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("nothere", "program 'nothere' can't be found in PATH"),
+        ("./nothere", "program './nothere' can't be found"),
+        ("./plain", "program './plain' can't be executed: its permissions forbid it"),
+        ("plain", "program 'plain' can't be executed: it is not in PATH; is ./plain meant?"),
+        ("./folder", "program './folder' is a directory"),
+    ],
+)
+def test_programs_that_can_not_be_run(
+    program: str, message: str, asked: list[Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").touch()
+    (tmp_path / "folder").mkdir()
+    assert_refused(["run", "--no-python", program], message, asked)
 
 
 def test_the_command_alone_shows_its_help(capfd: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +323,7 @@ def test_help_is_short_and_fits(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(argv) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert len(lines) < 40
+    assert len(lines) <= 60
     assert max(map(len, lines)) < 80
     assert not any("_per_node" in line for line in lines)
 
@@ -160,47 +352,3 @@ def test_the_parser_can_be_had_without_running_anything() -> None:
 def test_the_launcher_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
-# ---- the master port
-
-
-def bind(port: int, *, reuse: bool) -> socket.socket:
-    s = socket.socket()
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-    try:
-        s.bind(("0.0.0.0", port))
-    except OSError:
-        s.close()
-        raise
-    return s
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_a_reserved_port_is_for_those_who_share_it(address: str) -> None:
-    with reserved_port(address) as port:
-        with pytest.raises(OSError, match="in use"):
-            bind(port, reuse=False)
-        with bind(port, reuse=True) as store:  # as the store of rank 0 does
-            store.listen()
-            socket.create_connection(("127.0.0.1", port), timeout=10).close()
-        with reserved_port(address) as other:
-            assert other != port
-        with reserved_port(address, port) as asked_for:
-            assert asked_for == port
-    bind(port, reuse=False).close()
-
-
-def test_a_port_with_a_listener_is_refused(listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    with pytest.raises(LaunchError, match=f"master port {port} is taken"), reserved_port("127.0.0.1", port):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [("192.0.2.1", "is not one of this machine's"), ("no such host", "can't be resolved")],
-)
-def test_a_master_that_is_elsewhere_is_refused(address: str, message: str) -> None:
-    with pytest.raises(LaunchError, match=f"master address '{address}' .*{message}"), reserved_port(address):
-        pass

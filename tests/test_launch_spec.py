@@ -20,10 +20,10 @@ from samestep.launch.ending import (
     output_lost,
     timed,
 )
-from samestep.launch.failures import report, signal_name
+from samestep.launch.failures import Report, report, signal_name
 from samestep.launch.logs import Terminal
 from samestep.launch.program import module_command, script_command
-from samestep.launch.spec import LaunchSpec, num_workers, thread_note, worker_environment
+from samestep.launch.spec import LaunchSpec, thread_note, worker_environment
 
 SPEC = LaunchSpec(("python", "train.py"), 2, {"HOME": "/home/me"}, cores=8, master_port=12345)
 TERM, KILL, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGINT
@@ -111,17 +111,6 @@ def test_a_specification_that_makes_no_sense_is_refused(change: dict[str, object
         replace(SPEC, **change)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "number"), [("1", 1), ("16", 16), ("cpu", 6)])
-def test_numbers_of_workers(text: str, number: int) -> None:
-    assert num_workers(text, cores=6) == number
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "foo", "", "1.5", "gpu", "auto", "CPU"])
-def test_other_numbers_of_workers_are_refused_with_the_reason(text: str) -> None:
-    with pytest.raises(ValueError, match=f"got '?{text}'?.*(expected|give)"):
-        num_workers(text, cores=6)
-
-
 # ---- what to run
 
 
@@ -173,7 +162,7 @@ def test_a_good_end() -> None:
     state, signum = exited(THREE, [ended(1, 0)], now=5)
     assert (state.living, state.cause, signum) == (frozenset({0, 2}), None, None)
     state, signum = exited(state, [ended(0, 0), ended(2, 0)], now=6)
-    assert (state.living, signum, exit_code(state), report(state)) == (frozenset(), None, 0, [])
+    assert (state.living, signum, exit_code(state), report(state)) == (frozenset(), None, 0, Report())
     assert timed(state, now=1e9) == (state, None)
 
 
@@ -188,7 +177,7 @@ def test_the_first_failure_ends_the_others_and_is_told_last() -> None:
     assert timed(state, now=36) == (state, None)
     state, _ = exited(state, [ended(2, -KILL, told=KILL)], now=36)
     assert exit_code(state) == 3
-    assert report(state) == [
+    assert list(report(state).lines) == [
         "rank 2 was killed by the launcher (SIGKILL)",
         "rank 0 (pid 100) exited with code 1, after rank 1 had failed",
         "rank 1 (pid 101) failed first: it exited with code 3",
@@ -198,7 +187,7 @@ def test_the_first_failure_ends_the_others_and_is_told_last() -> None:
 def test_a_death_by_signal_is_the_cause_of_failures_seen_together() -> None:
     state, signum = exited(THREE, [ended(0, 1), ended(2, -KILL), ended(1, 0)], now=5)
     assert (signum, exit_code(state)) == (None, 137)
-    assert report(state) == [
+    assert list(report(state).lines) == [
         "rank 0 (pid 100) exited with code 1, after rank 2 had failed",
         "rank 2 (pid 102) failed first: it was killed by SIGKILL",
     ]
@@ -207,7 +196,7 @@ def test_a_death_by_signal_is_the_cause_of_failures_seen_together() -> None:
 def test_ranks_that_obeyed_share_a_line() -> None:
     state, _ = exited(THREE, [ended(1, -signal.SIGSEGV)], now=5)
     state, _ = exited(state, [ended(2, -TERM, told=TERM), ended(0, 143, told=TERM)], now=6)
-    assert report(state) == [
+    assert list(report(state).lines) == [
         "ranks 0, 2 were ended by the launcher (SIGTERM)",
         "rank 1 (pid 101) failed first: it was killed by SIGSEGV",
     ]
@@ -221,7 +210,7 @@ def test_a_signal_is_passed_on(signum: signal.Signals, code: int) -> None:
     assert sent is None
     state, _ = exited(state, [ended(2, 7, told=signum)], now=7)
     assert exit_code(state) == code
-    assert report(state) == [
+    assert list(report(state).lines) == [
         f"rank 2 (pid 102) exited with code 7, after {signum.name}",
         f"ended by {signum.name}",
     ]
@@ -236,7 +225,7 @@ def test_a_second_ctrl_c_kills_at_once_but_one_press_seen_twice_does_not() -> No
     assert signum == KILL
     assert interrupted(state, INT, now=6.0)[1] is None  # all that can be done has been done
     state, _ = exited(state, [ended(rank, -KILL, told=KILL) for rank in range(3)], now=6.1)
-    assert report(state) == ["ranks 0, 1, 2 were killed by the launcher (SIGKILL)", "ended by SIGINT"]
+    assert list(report(state).lines) == ["ranks 0, 1, 2 were killed by the launcher (SIGKILL)", "ended by SIGINT"]
 
 
 @pytest.mark.parametrize("first", [TERM, "failure"])
@@ -258,7 +247,7 @@ def test_output_that_nobody_takes_ends_the_run(number: int, code: int) -> None:
     assert (signum, state.deadline) == (TERM, 35)
     assert output_lost(state, lost, now=6) == (state, None)
     assert exit_code(state) == code
-    assert report(state) == [f"stdout can't be written to ({os.strerror(number)}), so the run was ended"]
+    assert list(report(state).lines) == [f"stdout can't be written to ({os.strerror(number)}), so the run was ended"]
 
 
 def test_a_failure_before_the_signal_stays_the_cause() -> None:

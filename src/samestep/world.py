@@ -15,7 +15,7 @@ from samestep.variables import Reading, Variables, address_fault, contradiction
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["World", "environment", "require_backend"]
+__all__ = ["World", "environment", "require_backend", "set_environment"]
 
 _LOWEST = {"rank": 0, "local_rank": 0, "node_rank": 0, "size": 1, "local_size": 1, "num_nodes": 1}
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -139,6 +139,12 @@ class World:
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment variables, for those who start other processes."""
     return dict(os.environ)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Make `variables` all that there is in this process's environment."""
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 def require_backend(backend: str) -> None:

@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 from samestep.cli import run
 from samestep.errors import SamestepError
 
-__all__ = ["entry", "main", "parser"]
+__all__ = ["Parser", "entry", "leave", "main", "outcome", "parser"]
 
 _DESCRIPTION = "Data-parallel training for PyTorch: every worker takes the same step."
-_USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
+USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command, with all subcommands and flags."""
-    top = _Parser(prog="samestep", description=_DESCRIPTION, allow_abbrev=False)
+    top = Parser(prog="samestep", description=_DESCRIPTION, allow_abbrev=False)
     top.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = top.add_subparsers(title="commands", dest="command", metavar="command")
     run.add_parser(commands)
@@ -30,16 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `argv` is what follows the command's name; None stands for the process's own.
     """
-    top = parser()
+    return outcome(lambda: _main(argv))
+
+
+def outcome(run: Callable[[], int]) -> int:
+    """Returns the exit code of a command: that of `run`, or the one that its error stands for, which is shown."""
     try:
-        args = top.parse_args(argv)
-        execute: Callable[[argparse.Namespace], int] | None = args.execute
-        if execute is None:
-            top.print_help(sys.stderr)
-            return _USAGE_ERROR
-        return execute(args)
+        return run()
     except SystemExit as e:
-        return e.code if isinstance(e.code, int) else _USAGE_ERROR
+        return e.code if isinstance(e.code, int) else USAGE_ERROR
     except SamestepError as e:
         print(f"samestep: {e}", file=sys.stderr)
         return _FAILURE
@@ -47,15 +46,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def entry() -> NoReturn:
-    """Run the command as a process of its own and exit with its code."""
-    code = main()
+def leave(code: int) -> NoReturn:
+    """Exit with `code`."""
     # Nothing is left that a late Ctrl-C could end; it would only put a traceback in the place of the exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 
-class _Parser(argparse.ArgumentParser):
+def entry() -> NoReturn:
+    """Run the command as a process of its own and exit with its code."""
+    leave(main())
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    top = parser()
+    args = top.parse_args(argv)
+    execute: Callable[[argparse.Namespace], int] | None = args.execute
+    if execute is None:
+        top.print_help(sys.stderr)
+        return USAGE_ERROR
+    return execute(args)
+
+
+class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, not below the whole usage, and names the subcommand that it belongs to."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -65,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class _Version(argparse.Action):

@@ -9,8 +9,24 @@ import errno
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
 
-__all__ = ["Exit", "Interrupt", "OutputLost", "State", "exit_code", "exited", "interrupted", "output_lost", "timed"]
+from samestep.launch.told import NOTHING_TOLD, Told
+
+__all__ = [
+    "Elsewhere",
+    "Exit",
+    "Interrupt",
+    "OutputLost",
+    "State",
+    "ended_elsewhere",
+    "exit_code",
+    "exited",
+    "interrupted",
+    "output_lost",
+    "timed",
+]
 
 # One press of Ctrl-C may arrive twice: from the terminal, and passed on by a program that started the
 # launcher.
@@ -21,13 +37,16 @@ _SAME_PRESS_S = 0.1
 class Exit:
     """A rank has ended: with an exit code of 0 or more, or by signal n, which is -n here.
 
-    `told` is the last signal that the agent had sent to it before.
+    `told` is the last signal that the agent had sent to it before. `report` is what the rank itself said of its
+    failure, and `remark` what is known besides.
     """
 
     rank: int
     pid: int
     returncode: int
     told: int | None = None
+    report: Told = NOTHING_TOLD
+    remark: str = ""
 
     @property
     def failed(self) -> bool:
@@ -56,13 +75,27 @@ class OutputLost:
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """Something on another machine ends the attempt here: `lines` tell it, and `exit_code` would be the launcher's.
+
+    `quoted` is what a rank there said of its failure. `then` says what may follow: a restart if there are any left, one
+    that doesn't count, as another machine has come to take part, or nothing.
+    """
+
+    lines: tuple[str, ...]
+    exit_code: int = 1
+    quoted: tuple[str, ...] = ()
+    then: Literal["restart", "rejoin", "end"] = "restart"
+
+
+@dataclass(frozen=True)
 class State:
     """What is known of a run: the ranks that live, the exits in order of time, and why it is being ended, if it is."""
 
     living: frozenset[int]
     patience_s: float
     exits: tuple[Exit, ...] = ()
-    cause: Exit | Interrupt | OutputLost | None = None
+    cause: Exit | Interrupt | OutputLost | Elsewhere | None = None
     told: int | None = None
     deadline: float | None = None
     pressed: float | None = None
@@ -75,13 +108,16 @@ def exited(state: State, exits: Sequence[Exit], now: float) -> Step:
     """Some ranks have ended, as far as is known at the same time. The first failure ends the others.
 
     Of failures seen at the same time, a death by signal counts as the earlier one: peers of a killed rank
-    fail because their connection closes, while nothing that a failing peer does kills a rank by a signal.
+    fail because their connection closes, while nothing that a failing peer does kills a rank by a signal. Of
+    exceptions that nobody caught the time is known: who ended later may have failed earlier.
     """
-    ordered = sorted(exits, key=lambda e: (e.returncode >= 0, e.rank))
+    ordered = sorted(exits, key=lambda e: (e.returncode >= 0, _time_of_exception(e), e.rank))
     state = replace(state, living=state.living - {e.rank for e in exits}, exits=(*state.exits, *ordered))
     first = next((e for e in ordered if e.failed), None)
     if state.cause is None and first is not None:
         return _end(state, first, signal.SIGTERM, now)
+    if isinstance(state.cause, Exit):
+        state = replace(state, cause=min((state.cause, *exits), key=_time_of_exception))
     return state, None
 
 
@@ -99,6 +135,13 @@ def output_lost(state: State, lost: OutputLost, now: float) -> Step:
     """Nobody reads `lost.stream` any more, so the run is ended."""
     if state.cause is None:
         return _end(state, lost, signal.SIGTERM, now)
+    return state, None
+
+
+def ended_elsewhere(state: State, cause: Elsewhere, now: float) -> Step:
+    """Another machine's news end the run here, unless it is ending already."""
+    if state.cause is None:
+        return _end(state, cause, signal.SIGTERM, now)
     return state, None
 
 
@@ -120,9 +163,15 @@ def exit_code(state: State) -> int:
             return 128 + signum
         case OutputLost(errno=number):
             return 128 + signal.SIGPIPE if number == errno.EPIPE else 1
+        case Elsewhere(exit_code=code):
+            return code
 
 
-def _end(state: State, cause: Exit | Interrupt | OutputLost, signum: int, now: float) -> Step:
+def _time_of_exception(e: Exit) -> float:
+    return inf if e.report.when is None or not e.failed else e.report.when
+
+
+def _end(state: State, cause: Exit | Interrupt | OutputLost | Elsewhere, signum: int, now: float) -> Step:
     return _tell(replace(state, cause=cause, deadline=now + state.patience_s), signum)
 
 

@@ -6,10 +6,11 @@ The first failure in time comes last, as that is what is read first; its consequ
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from samestep.launch.ending import Exit, Interrupt, OutputLost, State
+from samestep.launch.ending import Elsewhere, Exit, Interrupt, OutputLost, State
 
-__all__ = ["how", "report", "signal_name"]
+__all__ = ["Report", "how", "report", "signal_name"]
 
 
 def signal_name(signum: int) -> str:
@@ -20,30 +21,41 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def report(state: State) -> list[str]:
-    """Returns what a person should read once all ranks have ended; nothing where all is well."""
+@dataclass(frozen=True)
+class Report:
+    """What a person should read: lines of the launcher's, and below them what the rank that failed first has said."""
+
+    lines: tuple[str, ...] = ()
+    quoted: tuple[str, ...] = ()
+
+
+def report(state: State, host: str = "") -> Report:
+    """Returns what a person should read once all ranks have ended; nothing where all is well.
+
+    `host` is the name of this machine. Consequences of the first failure have a line each; last comes the first
+    failure, with what its rank said of it.
+    """
     match state.cause:
         case None:
-            return []
+            return Report()
         case Exit() as first:
             others = [e for e in state.exits if e.failed and e != first]
-            after = f"after rank {first.rank} had failed"
-            return [
-                *_obedient(others),
-                *(f"{_who(e)} {how(e)}, {after}" for e in others if not e.obeyed),
-                f"{_who(first)} failed first: it {how(first)}",
-            ]
+            quoted = tuple(first.report.text.rstrip().splitlines())
+            last = f"{_who(first, host)} failed first: it {how(first)}{':' if quoted else ''}"
+            return Report((*_others(others, f", after rank {first.rank} had failed"), last), quoted)
         case Interrupt(signum=signum):
-            after = f"after {signal_name(signum)}"
-            killed = [e for e in state.exits if e.obeyed and e.told == signal.SIGKILL]
-            failed = [e for e in state.exits if e.failed and not e.obeyed]
-            return [
-                *_obedient(killed),
-                *(f"{_who(e)} {how(e)}, {after}" for e in failed),
-                f"ended by {signal_name(signum)}",
-            ]
+            failed = [e for e in state.exits if e.failed and not (e.obeyed and e.told != signal.SIGKILL)]
+            return Report((*_others(failed, f", after {signal_name(signum)}"), f"ended by {signal_name(signum)}"))
         case OutputLost(stream=stream, errno=number):
-            return [f"{stream} can't be written to ({os.strerror(number)}), so the run was ended"]
+            return Report((f"{stream} can't be written to ({os.strerror(number)}), so the run was ended",))
+        case Elsewhere(lines=lines, quoted=quoted):
+            return Report((*_others([e for e in state.exits if e.failed], ""), *lines), quoted)
+
+
+def _others(exits: Sequence[Exit], after: str) -> list[str]:
+    """A line for each, but one for all that were ended on purpose."""
+    willful = [e for e in exits if not e.obeyed]
+    return [*_obedient(exits), *(f"{_who(e)} {how(e)}{after}{_summary(e)}" for e in willful)]
 
 
 def _obedient(exits: Sequence[Exit]) -> list[str]:
@@ -62,12 +74,17 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, sorted(ranks)))} were"
 
 
-def _who(e: Exit) -> str:
-    return f"rank {e.rank} (pid {e.pid})"
+def _who(e: Exit, host: str = "") -> str:
+    return f"rank {e.rank} (pid {e.pid} on {host})" if host else f"rank {e.rank} (pid {e.pid})"
+
+
+def _summary(e: Exit) -> str:
+    return f": {e.report.summary}" if e.report.summary else ""
 
 
 def how(e: Exit) -> str:
     """How a rank ended, to follow "it"."""
     if e.returncode < 0:
-        return f"was killed by {signal_name(-e.returncode)}"
+        remark = f" ({e.remark})" if e.remark else ""
+        return f"was killed by {signal_name(-e.returncode)}{remark}"
     return f"exited with code {e.returncode}"

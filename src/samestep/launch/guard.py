@@ -8,11 +8,11 @@ agent: when the pipe closes without a goodbye, the agent is dead, and the guard 
 import contextlib
 import os
 import signal
-import sys
 
 from samestep.errors import LaunchError
+from samestep.launch.kernel import name_process
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "watch_from"]
 
 _GOODBYE = b"."
 
@@ -23,33 +23,39 @@ class Guard:
     def __init__(self) -> None:
         readable, self.fd = os.pipe()
         try:
-            self._pid = os.fork()
+            self.pid = os.fork()
         except OSError as e:
             os.close(readable)
             os.close(self.fd)
             raise LaunchError(f"no process could be started: {e.strerror}") from e
-        if self._pid == 0:
+        if self.pid == 0:
             _become_guard(readable)
         os.close(readable)
 
     def watch(self, pgid: int) -> None:
         """Adds a process group. The worker calls this itself, so there is no moment at which it is not watched."""
-        self._send(b"+%d\n" % pgid)
+        _send(self.fd, b"+%d\n" % pgid)
 
     def forget(self, pgid: int) -> None:
         """Drops a process group. To be called before its leader is reaped, as the number is free after that."""
-        self._send(b"-%d\n" % pgid)
+        _send(self.fd, b"-%d\n" % pgid)
 
     def close(self) -> None:
         """Ends the guard: all groups have been ended by the agent."""
-        self._send(_GOODBYE)
+        _send(self.fd, _GOODBYE)
         os.close(self.fd)
-        os.waitpid(self._pid, 0)
+        os.waitpid(self.pid, 0)
 
-    def _send(self, message: bytes) -> None:
-        # Somebody may have killed the guard. Then it protects nobody, and the run goes on.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.fd, message)
+
+def watch_from(fd: int) -> None:
+    """Has the guard whose descriptor this is watch the process group of this process."""
+    _send(fd, b"+%d\n" % os.getpid())
+
+
+def _send(fd: int, message: bytes) -> None:
+    # Somebody may have killed the guard. Then it protects nobody, and the run goes on.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(fd, message)
 
 
 def _become_guard(fd: int) -> None:
@@ -63,7 +69,7 @@ def _become_guard(fd: int) -> None:
             os.dup2(null, standard)
         os.closerange(3, fd)
         os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
-        _name_process()
+        name_process("samestep-guard")
         for pgid in _left_behind(fd):
             # ProcessLookupError is the good case. PermissionError: all that is left runs as somebody else.
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -84,10 +90,3 @@ def _left_behind(fd: int) -> set[int]:
         pgid = int(message[1:])
         groups.add(pgid) if message.startswith(b"+") else groups.discard(pgid)
     return groups
-
-
-def _name_process() -> None:
-    """Lets people who look at `ps` know what this is."""
-    if sys.platform == "linux":
-        with open("/proc/self/comm", "w", encoding="ascii") as comm:
-            comm.write("samestep-guard")

@@ -7,6 +7,7 @@ below them.
 
 import errno
 import os
+import stat
 from collections.abc import Mapping
 
 from samestep.errors import LaunchError
@@ -15,8 +16,8 @@ from samestep.launch.logs import Printer, Terminal, printer, terminal_from
 __all__ = ["Output", "outputs", "terminal_of"]
 
 # A pipe that is ready takes this much without blocking (PIPE_BUF on Linux), so a writer need not set
-# O_NONBLOCK on an open file that it shares with the shell.
-_WRITE_BYTES = 4096
+# O_NONBLOCK on an open file that it shares with the shell. A regular file never blocks.
+_PIPE_BYTES, _FILE_BYTES = 4096, 1 << 18
 
 
 class Output:
@@ -31,6 +32,7 @@ class Output:
         self.stream = stream
         self.error: int | None = None
         self._queue = bytearray()
+        self._write_bytes = _FILE_BYTES if stat.S_ISREG(os.fstat(fd).st_mode) else _PIPE_BYTES
 
     @property
     def num_pending_bytes(self) -> int:
@@ -46,10 +48,14 @@ class Output:
         """Appends a line of the launcher's own."""
         self.put(self.printer.say(f"samestep: {text}"))
 
+    def quote(self, text: str) -> None:
+        """Appends a line as it is."""
+        self.put(self.printer.say(text))
+
     def pump(self) -> None:
         """Writes what the reader will take now. To be called when the descriptor is ready for writing."""
         try:
-            written = os.write(self.fd, self._queue[:_WRITE_BYTES])
+            written = os.write(self.fd, self._queue[: self._write_bytes])
         except BlockingIOError:
             return
         except OSError as e:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["module_command", "script_command"]
+__all__ = ["find_module", "module_command", "script_command"]
 
 
 def script_command(script: str, args: Sequence[str] = ()) -> tuple[str, ...]:
@@ -29,10 +29,10 @@ def module_command(module: str, args: Sequence[str] = ()) -> tuple[str, ...]:
     Nothing is imported to find it, not even its packages: their code is for the workers to run. Raises
     ValueError where there is no such module, or it is a package that can't be run.
     """
-    spec = _find(module)
+    spec = find_module(module)
     if spec is None:
         raise ValueError(f"module {module!r} can't be found in the current directory or among the installed ones")
-    if spec.submodule_search_locations is not None and _find(f"{module}.__main__") is None:
+    if spec.submodule_search_locations is not None and find_module(f"{module}.__main__") is None:
         raise ValueError(f"module {module!r} is a package without a __main__ module, so it can't be run")
     return (sys.executable, "-m", module, *args)
 
@@ -41,8 +41,11 @@ def _where(script: str) -> str:
     return "" if os.path.isabs(script) else f" in {os.getcwd()}"
 
 
-def _find(module: str) -> importlib.machinery.ModuleSpec | None:
-    """Asks Python's finders as an import would, one name at a time; a worker looks in its current directory first."""
+def find_module(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Asks Python's finders for a module as an import would, one name at a time, and imports nothing.
+
+    A worker looks in its current directory first.
+    """
     found = None
     places: Sequence[str] | None = None
     parents: list[str] = []

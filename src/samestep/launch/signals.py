@@ -5,14 +5,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from samestep.errors import LaunchError
 
-__all__ = ["Signals", "collect_signals"]
+__all__ = ["ENDING", "Signals", "collect_signals"]
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
@@ -36,8 +36,8 @@ class Signals:
 
 
 @contextlib.contextmanager
-def collect_signals() -> Iterator[Signals]:
-    """Collects SIGINT, SIGTERM and SIGHUP inside the block; afterwards all handlers are what they were.
+def collect_signals(signums: Iterable[signal.Signals] = ENDING) -> Iterator[Signals]:
+    """Collects the signals that end a run inside the block; afterwards all handlers are what they were.
 
     SIGHUP stays ignored where it was (`nohup`). Exit codes of children are kept even where the launcher was
     started with SIGCHLD ignored. Raises LaunchError outside the main thread, where Python takes no signals.
@@ -53,7 +53,7 @@ def collect_signals() -> Iterator[Signals]:
         old_fd = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
         try:
             old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for signum in _ENDING:
+            for signum in signums:
                 if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                     old[signum] = signal.signal(signum, signals.note)
             yield signals

@@ -13,7 +13,7 @@ import cloudpickle
 
 from samestep.errors import WorkerError
 from samestep.launch.agent import watch
-from samestep.launch.ending import Exit, Interrupt, OutputLost, State
+from samestep.launch.ending import Elsewhere, Exit, Interrupt, OutputLost, State
 from samestep.launch.failures import how, signal_name
 from samestep.launch.spec import LaunchSpec
 from samestep.launch.worker import usable_cores
@@ -70,7 +70,7 @@ def spawn(
             shutdown_timeout_s=shutdown_timeout_s,
             prefix=prefix,
         )
-        state = watch(spec, lambda _: ())
+        state = watch(spec)
         failure = _failure(state, folder, nproc)
         results = [] if failure else [_result(folder, rank) for rank in range(nproc)]
     if isinstance(state.cause, Interrupt) and state.cause.signum != signal.SIGINT:
@@ -100,6 +100,8 @@ def _failure(state: State, folder: Path, nproc: int) -> BaseException | None:
             return KeyboardInterrupt() if signum == signal.SIGINT else WorkerError(f"ended by {signal_name(signum)}")
         case OutputLost(stream=stream):
             return BrokenPipeError(f"{stream} can't be written to any more, so the ranks were ended")
+        case Elsewhere(lines=lines):  # never on one machine
+            return WorkerError("\n".join(lines))
         case None:
             silent = [rank for rank in range(nproc) if not (folder / f"result-{rank}").exists()]
             return _worker_error(silent[0], "ended before its function returned", folder, nproc) if silent else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import cloudpickle
 
+from samestep.launch.kernel import name_process
 from samestep.world import environment
 
 __all__ = ["main"]
@@ -18,6 +19,7 @@ _NO_FILE = "<dynamic-code>"
 def main(folder: str) -> None:
     """Be one rank of the call that lies in `folder`; exits with code 1 if the function raised."""
     rank, place = int(environment()["RANK"]), Path(folder)
+    name_process(f"samestep-r{rank}")
     try:
         fn, args = cloudpickle.loads((place / "call").read_bytes())
         _leave(place / f"result-{rank}", fn(rank, *args))

@@ -1,23 +1,43 @@
-"""What to start, and the environment that each worker gets. Pure: the launcher's own environment is passed in."""
+"""What to start: the command and the environment of each worker. Pure: the launcher's own environment is passed in."""
 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from samestep.launch.logs import Terminal, rank_prefix
 
-__all__ = ["LaunchSpec", "num_workers", "thread_note", "worker_environment"]
+__all__ = ["LaunchSpec", "Place", "shared_environment", "thread_note", "worker_command", "worker_environment"]
 
 _THREADS = "OMP_NUM_THREADS"
+_PER_WORKER = frozenset({"RANK", "LOCAL_RANK", "ROLE_RANK"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this machine's workers stand among those of all machines.
+
+    `interface` is the network interface that they use for one another. `agent_store` says that the workers' store is
+    there already, and rank 0 need not make it.
+    """
+
+    node_rank: int = 0
+    num_nodes: int = 1
+    first_rank: int = 0
+    world_size: int | None = None
+    interface: str | None = None
+    agent_store: bool = False
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """One run on one machine: what each worker executes, how many there are, where they meet, how they are ended.
+    """One attempt on one machine: what each worker executes, how many there are, where they meet, how they are ended.
 
-    `command` is the argument vector of a worker. `environment` and `cores` (how many CPU cores this process
-    may use) are the launcher's own. A `master_port` of 0 means that the agent picks a free one. `terminal` is
-    set where the launcher's stdout is one. Raises ValueError for a number out of range.
+    `command` is the argument vector of a worker; its last `num_script_args` are a script's own, and with
+    `local_rank_flag` they begin with that flag and the local rank. `runs_python` says that it is Python with a script,
+    or a module after "-m", that we may run in a way of our own: `start_method`. `environment` and `cores` (how many CPU
+    cores this process may use) are the launcher's own. A `master_port` of 0 means that the agent picks a free one.
+    `terminal` is set where the launcher's stdout is one. Raises ValueError for a number out of range.
     """
 
     command: tuple[str, ...]
@@ -29,6 +49,16 @@ class LaunchSpec:
     shutdown_timeout_s: float = 30.0
     prefix: bool = True
     terminal: Terminal | None = None
+    place: Place = Place()
+    attempt: int = 0
+    max_restarts: int = 0
+    run_id: str = "none"
+    role: str = "default"
+    runs_python: bool = False
+    num_script_args: int = 0
+    local_rank_flag: str | None = None
+    drop_in: bool = False
+    start_method: Literal["fork", "spawn"] = "spawn"
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -45,27 +75,27 @@ class LaunchSpec:
             raise ValueError(f"shutdown_timeout_s is {self.shutdown_timeout_s}; expected seconds, at least 0")
 
     @property
+    def world_size(self) -> int:
+        """The workers of all machines."""
+        return self.nproc_per_node if self.place.world_size is None else self.place.world_size
+
+    @property
+    def ranks(self) -> range:
+        """The ranks on this machine, by local rank."""
+        return range(self.place.first_rank, self.place.first_rank + self.nproc_per_node)
+
+    @property
     def threads(self) -> int:
         """Threads for each worker: the usable cores divided by the workers, at least 1."""
         return max(1, self.cores // self.nproc_per_node)
 
 
-def num_workers(text: str, cores: int) -> int:
-    """Reads a number of workers: an integer of at least 1, or "cpu" for one worker on each of the `cores`.
-
-    Raises ValueError, with the reason, for anything else.
-    """
-    if text == "cpu":
-        return cores
-    if text in ("gpu", "auto"):
-        raise ValueError(f"got {text!r}: GPUs are not counted here, give their number, or cpu for one worker per core")
-    try:
-        number = int(text)
-    except ValueError:
-        raise ValueError(f"got {text!r}, expected an integer of at least 1, or cpu") from None
-    if number < 1:
-        raise ValueError(f"got {number}, expected at least 1 worker")
-    return number
+def worker_command(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
+    """Returns the argument vector of one worker."""
+    if spec.local_rank_flag is None:
+        return spec.command
+    end = len(spec.command) - spec.num_script_args
+    return (*spec.command[:end], f"{spec.local_rank_flag}={local_rank}", *spec.command[end:])
 
 
 def worker_environment(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
@@ -74,35 +104,41 @@ def worker_environment(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     `TORCHELASTIC_ERROR_FILE` stays unset, so no file is written behind the user's back. `OMP_NUM_THREADS`,
     `PYTHONUNBUFFERED` and `GLOO_SOCKET_IFNAME` are set unless the user has set them.
     """
-    rank, size = str(local_rank), str(spec.nproc_per_node)
-    # All ranks are on this machine, so Gloo needs no name of it that resolves, and no network.
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    place, rank, size = spec.place, str(spec.place.first_rank + local_rank), str(spec.world_size)
+    # On one machine Gloo needs no name of it that resolves, and no network.
+    loopback = "lo" if sys.platform == "linux" and place.num_nodes == 1 else None
+    interface = place.interface or loopback
     environment = {
-        **loopback,
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         _THREADS: str(spec.threads),
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **spec.environment,
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
-        "ROLE_NAME": "default",
+        "ROLE_NAME": spec.role,
         "MASTER_ADDR": spec.master_addr,
         "MASTER_PORT": str(spec.master_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.agent_store),
     }
     environment.pop("TORCHELASTIC_ERROR_FILE", None)
-    if spec.terminal is not None and local_rank == 0:
+    if spec.terminal is not None and rank == "0":
         _describe_terminal(environment, spec.terminal, len(rank_prefix(0)) if spec.prefix else 0)
     return environment
+
+
+def shared_environment(spec: LaunchSpec) -> dict[str, str]:
+    """Returns what is the same for all workers."""
+    return {name: value for name, value in worker_environment(spec, 0).items() if name not in _PER_WORKER}
 
 
 def thread_note(spec: LaunchSpec) -> str | None:

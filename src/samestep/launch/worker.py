@@ -1,39 +1,42 @@
-"""One worker process: how it is started, signalled, and cleared away with all that it has started."""
+"""One worker process: how it is signalled, read, and cleared away with all that it has started; and fresh ones."""
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Callable
+from typing import Protocol
 
 from samestep.errors import LaunchError
 from samestep.launch.guard import Guard
-from samestep.launch.spec import LaunchSpec, worker_environment
+from samestep.launch.kernel import die_with_parent, pidfd
+from samestep.launch.script import fresh_command
+from samestep.launch.spec import LaunchSpec, worker_command, worker_environment
 
-__all__ = ["Worker", "start_worker", "usable_cores"]
+__all__ = ["Pipes", "Spawner", "Starter", "Worker", "bind_to_agent", "usable_cores"]
 
-_PR_SET_PDEATHSIG = 1
+# What comes from a worker: its output, and what it tells of a failure.
+_STREAMS = ("stdout", "stderr", "told")
 
 
 class Worker:
     """A process that runs one rank, the leader of a session and a process group of its own.
 
-    Its number is safe to signal until `clear_away`, which reaps it: until then the kernel gives neither its
-    pid nor its process group's to anybody else.
+    It is a child of this process, and its number is safe to signal until `clear_away`, which reaps it: until then the
+    kernel gives neither its pid nor its process group's to anybody else. `pipes` are the reading ends, by stream.
     """
 
-    def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, rank: int, local_rank: int, pid: int, pipes: dict[str, int]) -> None:
         self.rank = rank
-        self.pid = process.pid
-        self.pipes = {name: p.fileno() for name, p in (("stdout", process.stdout), ("stderr", process.stderr)) if p}
-        self.pidfd = _pidfd(process.pid)
-        self._process = process
-        for fd in self.pipes.values():
+        self.local_rank = local_rank
+        self.pid = pid
+        self.pipes = pipes
+        self.pidfd = pidfd(pid)
+        self.told = bytearray()
+        for fd in pipes.values():
             os.set_blocking(fd, False)
 
     def has_ended(self) -> bool:
@@ -55,7 +58,7 @@ class Worker:
         guard.forget(self.pid)
         if self.pidfd is not None:
             os.close(self.pidfd)
-        return self._process.wait()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def read(self, stream: str, num_bytes: int) -> bytes | None:
         """Up to `num_bytes` from a pipe: nothing at its end, None while there is nothing to read."""
@@ -72,10 +75,7 @@ class Worker:
 
     def close_pipe(self, stream: str) -> None:
         """Closes the agent's end of a pipe."""
-        del self.pipes[stream]
-        pipe = self._process.stdout if stream == "stdout" else self._process.stderr
-        assert pipe is not None
-        pipe.close()
+        os.close(self.pipes.pop(stream))
 
     def _kill_group(self) -> None:
         # PermissionError: what is left of the group runs as somebody else.
@@ -83,25 +83,89 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def start_worker(spec: LaunchSpec, rank: int, guard: Guard) -> Worker:
-    """Starts one rank: stdin from /dev/null, stdout and stderr to pipes.
+class Pipes:
+    """A pipe for each stream of a worker to be: `theirs` are closed here in any case, `ours` if nobody takes them."""
 
-    Raises LaunchError where the system refuses.
-    """
-    try:
-        process = subprocess.Popen(
-            spec.command,
-            bufsize=0,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=worker_environment(spec, rank),
-            start_new_session=True,
-            preexec_fn=_bind_to_agent(guard),
-        )
-    except (OSError, ValueError, subprocess.SubprocessError) as e:
-        raise LaunchError(f"rank {rank} of {spec.nproc_per_node} could not be started: {e}") from e
-    return Worker(rank, process)
+    def __init__(self) -> None:
+        self.ours: dict[str, int] = {}
+        self.theirs: dict[str, int] = {}
+
+    def __enter__(self) -> "Pipes":
+        with contextlib.ExitStack() as made:
+            made.callback(self.__exit__)
+            for stream in _STREAMS:
+                self.ours[stream], self.theirs[stream] = os.pipe()
+            made.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in (*self.theirs.values(), *self.ours.values()):
+            os.close(fd)
+
+    def take(self) -> dict[str, int]:
+        """Hands the reading ends over."""
+        taken, self.ours = self.ours, {}
+        return taken
+
+
+class Starter(Protocol):
+    """A way to start workers."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `start` need not wait for anything."""
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Become readable when there is something to `look` at."""
+
+    def look(self) -> list[str]:
+        """Takes what has come at `fds`; returns lines to be shown."""
+
+    def start(self, spec: LaunchSpec, local_rank: int) -> Worker:
+        """Starts one rank: stdin from /dev/null, output to pipes. Raises LaunchError where the system refuses."""
+
+    def close(self) -> None:
+        """Ends what is left besides the workers."""
+
+
+class Spawner:
+    """Starts each worker as a fresh interpreter, or whatever the command is."""
+
+    is_ready = True
+    fds: tuple[int, ...] = ()
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def look(self) -> list[str]:
+        return []
+
+    def start(self, spec: LaunchSpec, local_rank: int) -> Worker:
+        rank, command = spec.ranks[local_rank], worker_command(spec, local_rank)
+        try:
+            with Pipes() as pipes:
+                told = pipes.theirs["told"]
+                if spec.runs_python:
+                    name = f"samestep-r{rank}"
+                    command = fresh_command(command[1:], told_fd=told, name=name, drop_in=spec.drop_in)
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=pipes.theirs["stdout"],
+                    stderr=pipes.theirs["stderr"],
+                    pass_fds=(told,) if spec.runs_python else (),
+                    env=worker_environment(spec, local_rank),
+                    start_new_session=True,
+                    preexec_fn=bind_to_agent(self._guard),
+                )
+                process.returncode = 0  # it is ours to reap, not Popen's
+                return Worker(rank, local_rank, process.pid, pipes.take())
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
+            raise LaunchError(f"rank {rank} of {spec.world_size} could not be started: {e}") from e
+
+    def close(self) -> None:
+        pass
 
 
 def usable_cores() -> int:
@@ -111,33 +175,20 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _bind_to_agent(guard: Guard) -> Callable[[], None]:
+def bind_to_agent(guard: Guard) -> Callable[[], None]:
     """Makes what runs in a worker between fork and exec: from there on, it dies with the agent.
 
     The kernel sends the signal when the thread that forked ends, so workers are started by the main thread.
     Other systems than Linux have no such signal; there the guard alone does this.
     """
     agent = os.getpid()
-    # Loaded here, as little as possible is to happen after fork.
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def bind() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the guard may have been killed
         guard.watch(os.getpid())
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         if os.getppid() != agent:  # it died before we were bound to it
             os.kill(os.getpid(), signal.SIGKILL)
 
     return bind
-
-
-def _pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends, or None where the system has none."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None

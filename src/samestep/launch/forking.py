@@ -1,0 +1,117 @@
+"""The zygote: loads what the script will want, then forks a worker for each request. Stays single-threaded."""
+
+import gc
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from samestep.launch.guard import watch_from
+from samestep.launch.kernel import die_with_parent, name_process
+from samestep.launch.script import be_script, places_of_modules, prepare
+from samestep.launch.wants import wanted
+from samestep.world import set_environment
+
+__all__ = ["CANT_LOAD", "main"]
+
+# The exit code of a zygote that could not import what the script wants.
+CANT_LOAD = 3
+
+
+def main(args: Sequence[str]) -> None:
+    """Serves requests until the launcher is gone. Returns in workers too, once their script has run."""
+    requests, guard_fd, launcher = socket.socket(fileno=int(args[0])), int(args[1]), int(args[2])
+    os.set_inheritable(requests.fileno(), False)
+    os.set_inheritable(guard_fd, False)
+    name_process("samestep-zygote")
+    gc.disable()  # nearly all that an import makes stays; looking through it again and again takes a third of the time
+    _load(args[3:])
+    requests.sendall(b"r")
+    gc.freeze()  # what is here now is shared with the workers, as long as no collection writes to it
+    gc.enable()
+    while received := _receive(requests):
+        job, fds = received
+        if _fork(launcher):
+            requests.close()
+            _become(job, fds, guard_fd)
+            told_fd = fds[-1]
+            be_script(job["argv"], told_fd=told_fd, drop_in=job["drop_in"])
+            return
+        for fd in fds:
+            os.close(fd)
+
+
+def _load(argv: Sequence[str]) -> None:
+    """Imports what the script will, with the modules beside it in their place, as they are for the script."""
+    places = places_of_modules(argv)
+    sys.path[:0] = places
+    try:
+        for name in wanted(argv):
+            __import__(name)
+    except BaseException:  # noqa: BLE001 - the script meets the same, and shows it to its user
+        os._exit(CANT_LOAD)
+    del sys.path[: len(places)]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    header, fds, _, _ = socket.recv_fds(requests, 8, 8)
+    if not header:
+        return None
+    with requests.makefile("rb") as stream:
+        return json.loads(stream.read(int.from_bytes(header, "big"))), fds
+
+
+def _fork(launcher: int) -> bool:
+    """Forks a process whose parent is the launcher; tells whether this is it."""
+    try:
+        between = os.fork()
+    except OSError as e:
+        print(f"samestep: no process could be forked: {e.strerror}", file=sys.stderr, flush=True)
+        return False
+    if between:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError as e:
+        print(f"samestep: no process could be forked: {e.strerror}", file=sys.stderr, flush=True)
+        os._exit(1)
+    while os.getppid() == between:
+        os.sched_yield()
+    if os.getppid() != launcher:  # it has died, or the kernel knows no adoption
+        os._exit(1)
+    return True
+
+
+def _become(job: dict[str, Any], fds: Sequence[int], guard_fd: int) -> None:
+    """Makes a forked process what a fresh interpreter would be at the first line of its script."""
+    go, stdout, stderr, told = fds
+    launcher = os.getppid()
+    os.setsid()
+    watch_from(guard_fd)
+    os.close(guard_fd)
+    die_with_parent()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.close(stdout)
+    os.close(stderr)
+    with suppress(OSError):
+        os.write(go, os.getpid().to_bytes(8, "big"))
+    if os.getppid() != launcher or os.read(go, 1) != b"g":
+        os._exit(1)
+    os.close(go)
+    set_environment(job["environment"])
+    prepare(job["argv"], told_fd=told, name=job["name"])
+    random.seed()
+    if numpy := sys.modules.get("numpy.random"):
+        numpy.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()

@@ -1,0 +1,138 @@
+"""What a worker does: be the script, as Python itself would run it, and tell the launcher how it failed.
+
+A worker comes here in two ways: a fresh interpreter by its command line, a forked one by the zygote.
+"""
+
+import faulthandler
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+from samestep.launch.drop_in import replace_torchs_class
+from samestep.launch.kernel import name_process
+from samestep.launch.told import record
+
+__all__ = ["be_script", "fresh_command", "main", "places_of_modules", "prepare"]
+
+_OURS = frozenset(
+    {
+        __file__,
+        os.path.join(os.path.dirname(__file__), "forking.py"),
+        runpy.__file__,
+        "<string>",
+        "<frozen runpy>",
+        "<frozen importlib._bootstrap_external>",
+    }
+)
+# The current folder is no place to look for modules of ours, or of Python's.
+_FRESH = (
+    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
+    "from samestep.launch.script import main; main(sys.argv[1:])"
+)
+
+
+def fresh_command(argv: Sequence[str], *, told_fd: int, name: str, drop_in: bool) -> tuple[str, ...]:
+    """The command line of a fresh interpreter that becomes the script; `argv` is what would follow `python`."""
+    return (sys.executable, "-c", _FRESH, str(told_fd), name, str(int(drop_in)), *argv)
+
+
+def main(args: Sequence[str]) -> None:
+    """Continues what `fresh_command` began."""
+    told_fd = int(args[0])
+    os.set_inheritable(told_fd, False)
+    prepare(args[3:], told_fd=told_fd, name=args[1])
+    be_script(args[3:], told_fd=told_fd, drop_in=args[2] == "1")
+
+
+def prepare(argv: Sequence[str], *, told_fd: int, name: str) -> None:
+    """Sets what Python sets before it runs a script: its arguments and the place of its modules."""
+    name_process(name)
+    faulthandler.enable(told_fd)
+    sys.orig_argv = [sys.executable, *argv]
+    sys.argv = list(argv[1:] if argv[0] == "-m" else argv)
+    sys.path[:0] = places_of_modules(argv)
+
+
+def places_of_modules(argv: Sequence[str]) -> list[str]:
+    """What Python puts before all other places where it looks for modules; runpy sees to directories and archives."""
+    if getattr(sys.flags, "safe_path", False) or (argv[0] != "-m" and _has_main_inside(argv[0])):
+        return []
+    return [os.getcwd() if argv[0] == "-m" else os.path.dirname(os.path.realpath(argv[0]))]
+
+
+def be_script(argv: Sequence[str], *, told_fd: int, drop_in: bool) -> None:
+    """Runs the script; an exception that leaves it is told to the launcher, and then is Python's to show."""
+    rank_pid = os.getpid()
+    sys.excepthook = _show
+    try:
+        if drop_in:
+            replace_torchs_class()
+        _run_script(argv)
+    except BaseException as error:
+        if os.getpid() == rank_pid:  # not so in a child that the script has forked
+            _tell(error, told_fd)
+        raise
+
+
+def _run_script(argv: Sequence[str]) -> None:
+    """Runs a script, or a module after "-m", as `__main__`."""
+    if argv[0] == "-m":
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    script = argv[0]
+    if _has_main_inside(script):
+        runpy.run_path(script, run_name="__main__")
+        return
+    file = os.path.abspath(script)
+    # A module that stays: threads and exit handlers may still use it when the script's last line has run.
+    module = ModuleType("__main__")
+    module.__file__, module.__spec__ = file, None
+    module.__loader__ = loader = SourceFileLoader("__main__", file)
+    module.__dict__.update(__annotations__={}, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    code = loader.source_to_code(loader.get_data(file), file)
+    exec(code, module.__dict__)
+
+
+def _has_main_inside(script: str) -> bool:
+    """Whether this is a directory or an archive with a `__main__.py`."""
+    if os.path.isdir(script):
+        return True
+    try:
+        with open(script, "rb") as file:
+            return file.read(4).startswith(b"PK\x03\x04")
+    except OSError:
+        return False  # Python will say what is wrong
+
+
+def _tell(error: BaseException, told_fd: int) -> None:
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return
+    if isinstance(error, KeyboardInterrupt):
+        return
+    text = (
+        f"SystemExit: {error.code}\n"
+        if isinstance(error, SystemExit)
+        else "".join(traceback.format_exception(type(error), error, _from_script_on(error.__traceback__)))
+    )
+    try:
+        os.write(told_fd, record(text, time.monotonic()))
+    except OSError:  # the launcher is gone, or the script has closed every descriptor
+        return
+
+
+def _from_script_on(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    return trace
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an exception that nobody caught, from the script's own first line on."""
+    trace = _from_script_on(trace)
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)

@@ -1,0 +1,87 @@
+"""Finds out, without running anything, what a script will import that takes long."""
+
+import ast
+import os
+from collections.abc import Iterable, Sequence
+
+from samestep.launch.program import find_module
+
+__all__ = ["wanted"]
+
+# Whoever imports one of these needs torch.
+_ON_TORCH = frozenset({"accelerate", "lightning", "pytorch_lightning", "samestep", "timm", "torch", "transformers"})
+# The first optimizer imports this, and so does torch's DistributedDataParallel; it takes as long as torch itself.
+_LATER = "torch._dynamo"
+_SIGNS = ("optim", "DistributedDataParallel")
+# So many files of the script's own are looked at, and no longer ones.
+_MAX_FILES, _MAX_BYTES = 200, 1 << 20
+
+
+def wanted(argv: Sequence[str]) -> list[str]:
+    """Returns the names of modules to import for `script args` or `-m module args`.
+
+    Files of the script's own that it imports are looked at too. What can't be found or read is passed over: Python
+    will say so when it runs.
+    """
+    sources = list(_sources(argv))
+    names = {name.partition(".")[0] for source in sources for name in _imports(source)}
+    if not names & _ON_TORCH:
+        return []
+    return ["torch", _LATER] if any(sign in source for source in sources for sign in _SIGNS) else ["torch"]
+
+
+def _sources(argv: Sequence[str]) -> Iterable[str]:
+    """The texts of the script and of the files that it imports from its own folder, directly or not."""
+    first = _file_of(argv)
+    if first is None:
+        return
+    folder = os.getcwd() if argv[0] == "-m" else os.path.dirname(first)
+    waiting, seen = [first], {first}
+    while waiting and len(seen) <= _MAX_FILES:
+        source = _text(waiting.pop())
+        if source is None:
+            continue
+        yield source
+        for name in _imports(source):
+            for path in _beside(folder, name):
+                if path not in seen and os.path.isfile(path):
+                    seen.add(path)
+                    waiting.append(path)
+
+
+def _file_of(argv: Sequence[str]) -> str | None:
+    if argv[0] != "-m":
+        script = os.path.realpath(argv[0])
+        return os.path.join(script, "__main__.py") if os.path.isdir(script) else script
+    found = find_module(argv[1])
+    if found is not None and found.submodule_search_locations is not None:
+        found = find_module(f"{argv[1]}.__main__")
+    return None if found is None else found.origin
+
+
+def _beside(folder: str, name: str) -> list[str]:
+    parts = name.split(".")
+    paths = [os.path.join(folder, *parts[:n]) for n in range(1, len(parts) + 1)]
+    return [file for path in paths for file in (path + ".py", os.path.join(path, "__init__.py"))]
+
+
+def _text(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_MAX_BYTES)
+    except OSError:
+        return None
+
+
+def _imports(source: str) -> list[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
