@@ -33,7 +33,7 @@ def test_ranks_get_their_environment_and_nothing_else(tmp_path: Path) -> None:
     text = """
 import json
 note(f"seen-{rank}", json.dumps([dict(os.environ), sys.argv, sys.path[0], os.readlink("/proc/self/fd/0"),
-    sorted(os.listdir("/proc/self/fd"))[:-1], os.getpid() == os.getsid(0) == os.getpgid(0)]))
+    sorted(map(int, os.listdir("/proc/self/fd")))[:-1], os.getpid() == os.getsid(0) == os.getpgid(0)]))
 """
     with Run(tmp_path, text, *TWO) as run:
         assert run.wait() == 0
@@ -47,7 +47,7 @@ note(f"seen-{rank}", json.dumps([dict(os.environ), sys.argv, sys.path[0], os.rea
         }
         script = str(tmp_path / "script.py")
         assert seen[rank][1:4] == [[script], str(tmp_path), os.devnull]
-        assert seen[rank][4][:3] == ["0", "1", "2"]
+        assert seen[rank][4][:3] == [0, 1, 2]
         assert len(seen[rank][4]) == 4, "the pipe for what it has to tell, and nothing else"
         assert seen[rank][5]
 

@@ -15,7 +15,7 @@ import pytest
 
 from samestep.cli import flags
 from samestep.cli.main import main, parser
-from samestep.launch import job
+from samestep.launch import devices, job
 from samestep.launch.options import Conf, Options
 
 
@@ -132,7 +132,7 @@ def test_a_file_to_run_by_path_is_what_is_run_anyway(asked: list[Options], scrip
 def test_workers_are_counted(asked: list[Options], script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
     for gpus in (0, 4):
-        monkeypatch.setattr(flags, "num_gpus", lambda environ, gpus=gpus: gpus)
+        monkeypatch.setattr(devices, "num_gpus", lambda environ, gpus=gpus: gpus)
         for text in ("cpu", "auto", "8", "gpu"):
             assert main(["run", "--nproc-per-node", text, script]) == (2 if (gpus, text) == (0, "gpu") else 42)
     assert [options.nproc_per_node for options in asked] == [3, 3, 8, 3, 4, 8, 4]

@@ -4,12 +4,15 @@ Pure: the mapping is passed. `Reading` is what a set of variables comes to, and 
 its numbers obey, whether they come from variables or from a caller.
 """
 
-import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from samestep.errors import WorldError
+
+if TYPE_CHECKING:
+    from ipaddress import IPv4Address, IPv6Address
 
 __all__ = ["Reading", "Variables", "address_fault", "contradiction", "is_loopback"]
 
@@ -163,7 +166,9 @@ def is_loopback(address: str) -> bool:
     return ip.is_loopback if ip else address.partition(".")[0] in ("localhost", "ip6-localhost")
 
 
-def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _ip(address: str) -> "IPv4Address | IPv6Address | None":
+    import ipaddress  # rarely needed, and slow to import
+
     try:
         return ipaddress.ip_address(address)
     except ValueError:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from samestep.errors import BackendError, WorldError
-from samestep.launchers import read
 from samestep.variables import Reading, Variables, address_fault, contradiction
 
 if TYPE_CHECKING:
@@ -103,6 +102,8 @@ class World:
             WorldError: variables are half set, contradict one another or are not what they should be, or there are
                 not enough GPUs for the ranks of this node. The message has each variable with its value.
         """
+        from samestep.launchers import read  # a launcher that only starts others has no use for it
+
         variables = Variables(os.environ if environ is None else environ)
         return cls._of(read(variables), variables, device)
 

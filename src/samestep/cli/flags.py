@@ -8,7 +8,6 @@ from typing import Any
 
 from samestep.launch import options
 from samestep.launch.command import program_command, python_command
-from samestep.launch.devices import num_gpus
 from samestep.launch.options import Options
 from samestep.launch.place import Asked, backend, place
 from samestep.launch.worker import usable_cores
@@ -192,7 +191,11 @@ def _refusing(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _workers(text: str) -> int:
-    return options.num_workers(text, usable_cores(), num_gpus(environment()) if text in ("auto", "gpu") else 0)
+    if text not in ("auto", "gpu"):
+        return options.num_workers(text, usable_cores(), 0)
+    from samestep.launch import devices  # rarely needed
+
+    return options.num_workers(text, usable_cores(), devices.num_gpus(environment()))
 
 
 def _text(text: str) -> str:

@@ -8,7 +8,7 @@ those had started in their process groups.
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -86,30 +86,35 @@ def watch(spec: LaunchSpec, *, stdout: int = 1, stderr: int = 2) -> State:
     places = outputs(stdout, stderr, spec.environment, prefix=spec.prefix)
     with collect_signals() as signals, reserved_port(spec.master_addr, spec.master_port) as port:
         spec = replace(spec, master_port=port, terminal=terminal_of(stdout, spec.environment))
-        with Agent(places, signals, spec.shutdown_timeout_s) as agent:
-            agent.prepare(spec)
+        with (
+            Guard() as guard,
+            LogFiles(LogSettings(), "") as files,
+            Agent(places, signals, guard, Spawner(guard), files) as agent,
+        ):
+            if note := thread_note(spec):
+                agent.say(note)
             state = agent.attempt(spec)
             agent.finish(Report())
             return state
 
 
 class Agent:
-    """Makes one attempt after the other; `state` is that of the latest."""
+    """Makes one attempt after the other; `state` is that of the latest. What it is given is its caller's to close."""
 
     def __init__(
-        self, outputs: dict[str, Output], signals: Signals, patience_s: float, files: LogFiles | None = None
+        self, outputs: Mapping[str, Output], signals: Signals, guard: Guard, starter: Starter, files: LogFiles
     ) -> None:
-        self.state = State(frozenset(), patience_s)
+        self.state = State(frozenset(), 0.0)
         self.news: News | None = None
         self._outputs = outputs
         self._signals = signals
-        self._files = LogFiles(LogSettings(), "") if files is None else files
+        self._guard = guard
+        self._starter = starter
+        self._files = files
         self._workers: dict[int, Worker] = {}
         self._selector = selectors.PollSelector()
         self._selector.register(signals.fd, selectors.EVENT_READ)
         self._known: set[int] = set()  # what is registered besides, and may have to be unregistered
-        self.guard = Guard()
-        self._starter: Starter = Spawner(self.guard)
         self._oom = OomEvidence()
 
     def __enter__(self) -> "Agent":
@@ -121,10 +126,7 @@ class Agent:
         """Only after an error are there still workers here."""
         with ExitStack() as stack:
             stack.callback(self._selector.close)
-            stack.callback(self.guard.close)
             stack.callback(self._oom.close)
-            stack.callback(self._files.close)
-            stack.callback(self._starter.close)
             for worker in list(self._workers.values()):
                 stack.callback(self._clear_away, worker)
 
@@ -139,13 +141,6 @@ class Agent:
         for line in report.quoted:
             self._outputs["stderr"].quote(line)
 
-    def prepare(self, spec: LaunchSpec) -> None:
-        """Begins what takes long before workers of `spec` can start, if anything does; later attempts use it too."""
-        if note := thread_note(spec):
-            self.say(note)
-        if spec.runs_python and spec.start_method == "fork":
-            self._starter = Zygote(spec, self.guard)
-
     def attempt(self, spec: LaunchSpec) -> State:
         """Runs the workers of `spec` to their end.
 
@@ -155,9 +150,10 @@ class Agent:
         self.state = State(frozenset(spec.ranks), spec.shutdown_timeout_s)
         self._files.open_attempt(spec.attempt, range(spec.nproc_per_node))
         self.wait(lambda: self._starter.is_ready)
-        for local_rank in range(spec.nproc_per_node):
-            if self.state.cause is None:
-                self._start(spec, local_rank)
+        if self.state.cause is None:
+            for worker in self._starter.start(spec, range(spec.nproc_per_node)):
+                self._take(worker)
+        self._look_at_starter()
         self.state = replace(self.state, living=frozenset(self._workers))
         while self._workers:
             self._turn()
@@ -186,12 +182,10 @@ class Agent:
                     output.drop()
         self._take_losses()
 
-    def _start(self, spec: LaunchSpec, local_rank: int) -> None:
-        worker = self._starter.start(spec, local_rank)
+    def _take(self, worker: Worker) -> None:
         self._workers[worker.rank] = worker
         if worker.pidfd is not None:
             self._selector.register(worker.pidfd, selectors.EVENT_READ)
-        self._look_at_starter()
 
     def _turn(self) -> None:
         """Waits until something happens, then deals with all that has happened."""
@@ -292,7 +286,7 @@ class Agent:
     def _clear_away(self, worker: Worker) -> int:
         if worker.pidfd is not None:
             self._selector.unregister(worker.pidfd)
-        returncode = worker.clear_away(self.guard)
+        returncode = worker.clear_away(self._guard)
         for stream in list(worker.pipes):
             source = Source(worker.rank, stream)
             self._pass_on(worker, source, worker.read_rest(stream))

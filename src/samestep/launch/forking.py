@@ -16,10 +16,11 @@ from samestep.launch.script import be_script, places_of_modules, prepare
 from samestep.launch.wants import wanted
 from samestep.world import set_environment
 
-__all__ = ["CANT_LOAD", "main"]
+__all__ = ["main"]
 
-# The exit code of a zygote that could not import what the script wants.
-CANT_LOAD = 3
+# The exit code of a zygote that could not import what the script wants; known in zygote.py, too.
+_CANT_LOAD = 3
+_FDS_PER_WORKER = 4
 
 
 def main(args: Sequence[str]) -> None:
@@ -34,11 +35,15 @@ def main(args: Sequence[str]) -> None:
     gc.freeze()  # what is here now is shared with the workers, as long as no collection writes to it
     gc.enable()
     while received := _receive(requests):
-        job, fds = received
-        if _fork(launcher):
+        jobs, fds = received
+        number = _fork(len(jobs), launcher)
+        if number is not None:
             requests.close()
-            _become(job, fds, guard_fd)
-            told_fd = fds[-1]
+            mine = slice(_FDS_PER_WORKER * number, _FDS_PER_WORKER * (number + 1))
+            for fd in set(fds) - set(fds[mine]):
+                os.close(fd)
+            job, told_fd = jobs[number], fds[mine][-1]
+            _become(job, fds[mine], guard_fd)
             be_script(job["argv"], told_fd=told_fd, drop_in=job["drop_in"])
             return
         for fd in fds:
@@ -53,42 +58,45 @@ def _load(argv: Sequence[str]) -> None:
         for name in wanted(argv):
             __import__(name)
     except BaseException:  # noqa: BLE001 - the script meets the same, and shows it to its user
-        os._exit(CANT_LOAD)
+        os._exit(_CANT_LOAD)
     del sys.path[: len(places)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 
 
-def _receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    header, fds, _, _ = socket.recv_fds(requests, 8, 8)
+def _receive(requests: socket.socket) -> tuple[list[dict[str, Any]], list[int]] | None:
+    header, fds, _, _ = socket.recv_fds(requests, 8, 253)
     if not header:
         return None
     with requests.makefile("rb") as stream:
-        return json.loads(stream.read(int.from_bytes(header, "big"))), fds
+        return json.loads(stream.read(int.from_bytes(header, "big"))), list(fds)
 
 
-def _fork(launcher: int) -> bool:
-    """Forks a process whose parent is the launcher; tells whether this is it."""
+def _fork(count: int, launcher: int) -> int | None:
+    """Forks processes whose parent is the launcher; tells which of them this is, or None where it is none."""
+    between = 0
     try:
         between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            return None
+        between = os.getpid()
+        for number in range(count):
+            if os.fork() == 0:
+                return _adopted(number, between, launcher)
     except OSError as e:
         print(f"samestep: no process could be forked: {e.strerror}", file=sys.stderr, flush=True)
-        return False
-    if between:
-        os.waitpid(between, 0)
-        return False
-    between = os.getpid()
-    try:
-        if os.fork():
-            os._exit(0)
-    except OSError as e:
-        print(f"samestep: no process could be forked: {e.strerror}", file=sys.stderr, flush=True)
-        os._exit(1)
+        if not between:
+            return None
+    os._exit(0)
+
+
+def _adopted(number: int, between: int, launcher: int) -> int:
     while os.getppid() == between:
         os.sched_yield()
     if os.getppid() != launcher:  # it has died, or the kernel knows no adoption
         os._exit(1)
-    return True
+    return number
 
 
 def _become(job: dict[str, Any], fds: Sequence[int], guard_fd: int) -> None:

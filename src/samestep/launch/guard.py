@@ -32,6 +32,12 @@ class Guard:
             _become_guard(readable)
         os.close(readable)
 
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def watch(self, pgid: int) -> None:
         """Adds a process group. The worker calls this itself, so there is no moment at which it is not watched."""
         _send(self.fd, b"+%d\n" % pgid)

@@ -17,7 +17,7 @@ from samestep.launch.drop_in import replace_torchs_class
 from samestep.launch.kernel import name_process
 from samestep.launch.told import record
 
-__all__ = ["be_script", "fresh_command", "main", "places_of_modules", "prepare"]
+__all__ = ["be_script", "main", "places_of_modules", "prepare"]
 
 _OURS = frozenset(
     {
@@ -29,20 +29,10 @@ _OURS = frozenset(
         "<frozen importlib._bootstrap_external>",
     }
 )
-# The current folder is no place to look for modules of ours, or of Python's.
-_FRESH = (
-    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
-    "from samestep.launch.script import main; main(sys.argv[1:])"
-)
-
-
-def fresh_command(argv: Sequence[str], *, told_fd: int, name: str, drop_in: bool) -> tuple[str, ...]:
-    """The command line of a fresh interpreter that becomes the script; `argv` is what would follow `python`."""
-    return (sys.executable, "-c", _FRESH, str(told_fd), name, str(int(drop_in)), *argv)
 
 
 def main(args: Sequence[str]) -> None:
-    """Continues what `fresh_command` began."""
+    """Is the script in a fresh interpreter: `args` are a descriptor, a name, whether to drop in, and the script."""
     told_fd = int(args[0])
     os.set_inheritable(told_fd, False)
     prepare(args[3:], told_fd=told_fd, name=args[1])

@@ -7,17 +7,21 @@ import signal
 import struct
 import subprocess
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from samestep.errors import LaunchError
 from samestep.launch.guard import Guard
 from samestep.launch.kernel import die_with_parent, pidfd
-from samestep.launch.script import fresh_command
 from samestep.launch.spec import LaunchSpec, worker_command, worker_environment
 
 __all__ = ["Pipes", "Spawner", "Starter", "Worker", "bind_to_agent", "usable_cores"]
 
+# The current folder is no place to look for modules of ours, or of Python's.
+_FRESH = (
+    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
+    "from samestep.launch.script import main; main(sys.argv[1:])"
+)
 # What comes from a worker: its output, and what it tells of a failure.
 _STREAMS = ("stdout", "stderr", "told")
 
@@ -122,8 +126,11 @@ class Starter(Protocol):
     def look(self) -> list[str]:
         """Takes what has come at `fds`; returns lines to be shown."""
 
-    def start(self, spec: LaunchSpec, local_rank: int) -> Worker:
-        """Starts one rank: stdin from /dev/null, output to pipes. Raises LaunchError where the system refuses."""
+    def start(self, spec: LaunchSpec, local_ranks: Sequence[int]) -> Iterator[Worker]:
+        """Starts ranks and yields each: stdin from /dev/null, output to pipes.
+
+        Raises LaunchError where the system refuses; those that were yielded are there then.
+        """
 
     def close(self) -> None:
         """Ends what is left besides the workers."""
@@ -141,14 +148,21 @@ class Spawner:
     def look(self) -> list[str]:
         return []
 
-    def start(self, spec: LaunchSpec, local_rank: int) -> Worker:
+    def start(self, spec: LaunchSpec, local_ranks: Sequence[int]) -> Iterator[Worker]:
+        for local_rank in local_ranks:
+            yield self._start(spec, local_rank)
+
+    def close(self) -> None:
+        pass
+
+    def _start(self, spec: LaunchSpec, local_rank: int) -> Worker:
         rank, command = spec.ranks[local_rank], worker_command(spec, local_rank)
         try:
             with Pipes() as pipes:
                 told = pipes.theirs["told"]
                 if spec.runs_python:
-                    name = f"samestep-r{rank}"
-                    command = fresh_command(command[1:], told_fd=told, name=name, drop_in=spec.drop_in)
+                    script = (str(told), f"samestep-r{rank}", str(int(spec.drop_in)), *command[1:])
+                    command = (command[0], "-c", _FRESH, *script)
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -163,9 +177,6 @@ class Spawner:
                 return Worker(rank, local_rank, process.pid, pipes.take())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise LaunchError(f"rank {rank} of {spec.world_size} could not be started: {e}") from e
-
-    def close(self) -> None:
-        pass
 
 
 def usable_cores() -> int:

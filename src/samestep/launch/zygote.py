@@ -12,10 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 
 from samestep.launch.failures import signal_name
-from samestep.launch.forking import CANT_LOAD
 from samestep.launch.guard import Guard
 from samestep.launch.kernel import adopt_orphans, stop_adopting
 from samestep.launch.spec import LaunchSpec, shared_environment, worker_command, worker_environment
@@ -30,6 +30,10 @@ _ZYGOTE = (
 # A fork takes milliseconds. On a machine that swaps it may take longer; then a fresh interpreter takes its place.
 _FORK_S = 30.0
 _END_S = 5.0
+# The exit code of a zygote that could not import what the script wants; the script meets the same and shows it.
+_CANT_LOAD = 3
+# A message carries no more than 253 descriptors, four for each worker.
+_AT_ONCE = 32
 
 
 class Zygote:
@@ -68,14 +72,18 @@ class Zygote:
         notes, self._notes = self._notes, []
         return [*lines, *notes]
 
-    def start(self, spec: LaunchSpec, local_rank: int) -> Worker:
-        if self._process is not None:
+    def start(self, spec: LaunchSpec, local_ranks: Sequence[int]) -> Iterator[Worker]:
+        waiting = list(local_ranks)
+        while waiting and self._process is not None:
             try:
-                return self._fork(spec, local_rank)
+                for worker in self._fork(spec, waiting[:_AT_ONCE]):
+                    waiting.remove(worker.local_rank)
+                    yield worker
             except (OSError, EOFError) as e:
-                rank, reason = spec.ranks[local_rank], str(e) or type(e).__name__
-                self._give_up(f"rank {rank} and others are started as fresh interpreters: no fork ({reason})")
-        return self._spawner.start(spec, local_rank)
+                rank = spec.ranks[waiting[0]]
+                self._end()
+                self._notes.append(f"rank {rank} could not be forked ({e}) and is started as a fresh interpreter")
+        yield from self._spawner.start(spec, waiting)
 
     def close(self) -> None:
         self._end()
@@ -117,29 +125,25 @@ class Zygote:
             theirs.close()
             os.close(output)
 
-    def _fork(self, spec: LaunchSpec, local_rank: int) -> Worker:
-        rank = spec.ranks[local_rank]
-        job = {
-            "argv": worker_command(spec, local_rank)[1:],
-            "environment": worker_environment(spec, local_rank),
-            "name": f"samestep-r{rank}",
-            "drop_in": spec.drop_in,
-        }
-        ours, theirs = socket.socketpair()
-        with ours, theirs, Pipes() as pipes:
-            message = json.dumps(job).encode()
+    def _fork(self, spec: LaunchSpec, local_ranks: Sequence[int]) -> Iterator[Worker]:
+        jobs = [
+            {
+                "argv": worker_command(spec, local_rank)[1:],
+                "environment": worker_environment(spec, local_rank),
+                "name": f"samestep-r{spec.ranks[local_rank]}",
+                "drop_in": spec.drop_in,
+            }
+            for local_rank in local_ranks
+        ]
+        with ExitStack() as stack:
+            births = [stack.enter_context(_Birth()) for _ in local_ranks]
+            message = json.dumps(jobs).encode()
             self._socket.settimeout(_FORK_S)
-            fds = [theirs.fileno(), *pipes.theirs.values()]
+            fds = [fd for birth in births for fd in birth.fds]
             socket.send_fds(self._socket, [len(message).to_bytes(8, "big")], fds)
             self._socket.sendall(message)
-            theirs.close()
-            ours.settimeout(_FORK_S)
-            said = ours.recv(8)
-            if len(said) < 8:
-                raise EOFError("the zygote has ended, or can't fork")
-            pid = int.from_bytes(said, "big")
-            ours.sendall(b"g")
-            return Worker(rank, local_rank, pid, pipes.take())
+            for birth, local_rank in zip(births, local_ranks, strict=True):
+                yield Worker(spec.ranks[local_rank], local_rank, birth.pid(), birth.pipes.take())
 
     def _read_output(self) -> list[str]:
         if self._process is None:
@@ -165,6 +169,36 @@ class Zygote:
         self._socket.close()
         os.close(self._output)
         self._process, self._is_loaded = None, False
-        if code not in (None, CANT_LOAD):
+        if code not in (None, _CANT_LOAD):
             how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
             self._notes.append(f"the zygote {how}; workers to come are started as fresh interpreters")
+
+
+class _Birth:
+    """What a worker to be gets: its ends of pipes, and of a socket where it says its number and waits until we know."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self.pipes = Pipes()
+
+    def __enter__(self) -> "_Birth":
+        self.pipes.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ours.close()
+        self._theirs.close()
+        self.pipes.__exit__()
+
+    @property
+    def fds(self) -> list[int]:
+        return [self._theirs.fileno(), *self.pipes.theirs.values()]
+
+    def pid(self) -> int:
+        self._theirs.close()
+        self._ours.settimeout(_FORK_S)
+        said = self._ours.recv(8)
+        if len(said) < 8:
+            raise EOFError("the zygote has ended, or can't fork")
+        self._ours.sendall(b"g")
+        return int.from_bytes(said, "big")
