@@ -116,7 +116,7 @@ def exited(state: State, exits: Sequence[Exit], now: float) -> Step:
     first = next((e for e in ordered if e.failed), None)
     if state.cause is None and first is not None:
         return _end(state, first, signal.SIGTERM, now)
-    if isinstance(state.cause, Exit):
+    if isinstance(state.cause, Exit) and state.cause.report.when is not None:
         state = replace(state, cause=min((state.cause, *exits), key=_time_of_exception))
     return state, None
 
