@@ -88,6 +88,23 @@ def test_where_a_time_is_unknown_the_first_to_end_counts() -> None:
     assert first_of([failed(1, returncode=-9), failed(0, 3.0)]) == 1, "a death by signal is nobody's consequence"
 
 
+def test_who_tells_of_a_lost_peer_was_not_the_first() -> None:
+    lost = Told("Traceback ...\nRuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1\n", 4.0)
+    assert first_of([failed(1, report=lost), failed(0, 5.0)]) == 0
+    assert first_of([failed(1, report=lost)], [failed(0, 5.0)]) == 0
+    assert first_of([failed(1, report=lost)], [failed(0)]) == 1
+
+
+def test_who_was_ended_while_an_exception_ended_it_failed_by_the_exception() -> None:
+    state, _ = exited(THREE, [failed(1, 5.5)], 0)
+    state, _ = exited(state, [failed(0, 5.0, -signal.SIGTERM, told=signal.SIGTERM)], 1)
+    assert exit_code(state) == 1
+    assert report(state).lines == (
+        "rank 1 (pid 101) exited with code 1, after rank 0 had failed: KeyError: 1",
+        "rank 0 (pid 100) failed first: it raised an exception:",
+    )
+
+
 def test_consequences_have_a_line_and_the_first_failure_its_traceback() -> None:
     state, _ = exited(THREE, [failed(1, 5.0)], 0)
     state, _ = exited(state, [failed(0, 6.0), failed(2, None, -signal.SIGTERM, told=signal.SIGTERM)], 1)

@@ -68,6 +68,7 @@ def test_a_killed_zygote_does_no_harm_to_its_workers(tmp_path: Path) -> None:
 def test_a_zygote_that_is_killed_before_it_is_ready_is_replaced_by_fresh_interpreters(tmp_path: Path) -> None:
     with Run(tmp_path, WAITING, *TWO) as run:
         os.kill(named_child_of(run.process.pid, "samestep-zygote"), signal.SIGKILL)
+        run.wait_for("loaded")
         go(run, code=3)
         assert run.wait() == 3
     assert (tmp_path / "loaded").read_text() == "False", "a fresh interpreter"
@@ -137,6 +138,11 @@ def test_what_a_script_wants_is_found_without_running_it(tmp_path: Path) -> None
         "middle.py": "from inner import part",
         "wrong.py": "import torch(",
         "ring.py": "import ring, direct",
+        "stage.py": "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch",
+        "reads.py": "import os\nif os.environ['RANK'] == '0': pass\nimport torch",
+        "after.py": "import os, torch\nos.environ['OMP_NUM_THREADS'] = '1'",
+        "beside.py": "import settings\nimport torch",
+        "settings.py": "import sys\nsys.path.insert(0, '/mine')",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -149,5 +155,10 @@ def test_what_a_script_wants_is_found_without_running_it(tmp_path: Path) -> None
         "middle.py": ["torch", "torch._dynamo"],
         "wrong.py": [],
         "ring.py": ["torch"],
+        "stage.py": [],
+        "reads.py": ["torch"],
+        "after.py": ["torch"],
+        "beside.py": [],
+        "settings.py": [],
         "nothere.py": [],
     }

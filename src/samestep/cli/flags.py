@@ -127,6 +127,7 @@ def launch_options(args: argparse.Namespace, given: Mapping[str, Any], environ: 
     timeout = given["shutdown_timeout"]
     if timeout is None:
         timeout = _default_timeout(environ)
+    _require_ranks(given)
     return Options(
         command=_command(args, given, environ),
         num_script_args=len(args.args),
@@ -153,6 +154,15 @@ _SAME = (
     "tee",
     "local_ranks_filter",
 )
+
+
+def _require_ranks(given: Mapping[str, Any]) -> None:
+    """Raises ValueError where a flag names local ranks that there will not be."""
+    for flag in ("redirects", "tee", "local_ranks_filter"):
+        ranks = [] if isinstance(given[flag], int) else [int(rank) for rank in given[flag]]
+        if ranks and max(ranks) >= given["nproc_per_node"]:
+            most = given["nproc_per_node"] - 1
+            raise ValueError(f"--{flag} names local rank {max(ranks)}, but they are 0 to {most}".replace("_", "-"))
 
 
 def _command(args: argparse.Namespace, given: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -54,6 +54,11 @@ class Exit:
         return self.returncode != 0
 
     @property
+    def raised(self) -> bool:
+        """Whether it was ended on purpose when an exception was ending it already."""
+        return self.obeyed and self.report.when is not None
+
+    @property
     def obeyed(self) -> bool:
         """Whether the rank ended as the agent's signal asked: by it, or with the exit code that stands for it."""
         return self.told is not None and self.returncode in (-self.told, 128 + self.told)
@@ -109,15 +114,16 @@ def exited(state: State, exits: Sequence[Exit], now: float) -> Step:
 
     Of failures seen at the same time, a death by signal counts as the earlier one: peers of a killed rank
     fail because their connection closes, while nothing that a failing peer does kills a rank by a signal. Of
-    exceptions that nobody caught the time is known: who ended later may have failed earlier.
+    exceptions that nobody caught the time is known: who ended later may have failed earlier. An exception that tells
+    of a lost peer is a consequence, whatever its time: the lost one may have tidied up before it told of its own.
     """
-    ordered = sorted(exits, key=lambda e: (e.returncode >= 0, _time_of_exception(e), e.rank))
+    ordered = sorted(exits, key=lambda e: (e.returncode >= 0, _precedence(e), e.rank))
     state = replace(state, living=state.living - {e.rank for e in exits}, exits=(*state.exits, *ordered))
     first = next((e for e in ordered if e.failed), None)
     if state.cause is None and first is not None:
         return _end(state, first, signal.SIGTERM, now)
     if isinstance(state.cause, Exit) and state.cause.report.when is not None:
-        state = replace(state, cause=min((state.cause, *exits), key=_time_of_exception))
+        state = replace(state, cause=min((state.cause, *exits), key=_precedence))
     return state, None
 
 
@@ -157,8 +163,8 @@ def exit_code(state: State) -> int:
     match state.cause:
         case None:
             return 0
-        case Exit(returncode=code):
-            return code if code >= 0 else 128 - code
+        case Exit(returncode=code) as first:
+            return 1 if first.raised else code if code >= 0 else 128 - code
         case Interrupt(signum=signum):
             return 128 + signum
         case OutputLost(errno=number):
@@ -167,8 +173,10 @@ def exit_code(state: State) -> int:
             return code
 
 
-def _time_of_exception(e: Exit) -> float:
-    return inf if e.report.when is None or not e.failed else e.report.when
+def _precedence(e: Exit) -> tuple[bool, float]:
+    """Which of two failures whose time is known is the first: one that tells of a lost peer is none, if it can be."""
+    known = e.failed and e.report.when is not None
+    return (e.report.is_consequence, e.report.when) if known and e.report.when is not None else (True, inf)
 
 
 def _end(state: State, cause: Exit | Interrupt | OutputLost | Elsewhere, signum: int, now: float) -> Step:

@@ -54,8 +54,9 @@ def report(state: State, host: str = "") -> Report:
 
 def _others(exits: Sequence[Exit], after: str) -> list[str]:
     """A line for each, but one for all that were ended on purpose."""
-    willful = [e for e in exits if not e.obeyed]
-    return [*_obedient(exits), *(f"{_who(e)} {how(e)}{after}{_summary(e)}" for e in willful)]
+    willful = [e for e in exits if not e.obeyed or e.raised]
+    obedient = _obedient([e for e in exits if e not in willful])
+    return [*obedient, *(f"{_who(e)} {how(e)}{after}{_summary(e)}" for e in willful)]
 
 
 def _obedient(exits: Sequence[Exit]) -> list[str]:
@@ -84,6 +85,8 @@ def _summary(e: Exit) -> str:
 
 def how(e: Exit) -> str:
     """How a rank ended, to follow "it"."""
+    if e.raised:
+        return "raised an exception"
     if e.returncode < 0:
         remark = f" ({e.remark})" if e.remark else ""
         return f"was killed by {signal_name(-e.returncode)}{remark}"

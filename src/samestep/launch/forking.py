@@ -4,15 +4,16 @@ import gc
 import json
 import os
 import random
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
 from samestep.launch.guard import watch_from
 from samestep.launch.kernel import die_with_parent, name_process
-from samestep.launch.script import be_script, places_of_modules, prepare
+from samestep.launch.script import be_script, forget_shadowed, places_of_modules, prepare
 from samestep.launch.wants import wanted
 from samestep.world import set_environment
 
@@ -23,14 +24,15 @@ _CANT_LOAD = 3
 _FDS_PER_WORKER = 4
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], at_start: Collection[str]) -> None:
     """Serves requests until the launcher is gone. Returns in workers too, once their script has run."""
     requests, guard_fd, launcher = socket.socket(fileno=int(args[0])), int(args[1]), int(args[2])
     os.set_inheritable(requests.fileno(), False)
     os.set_inheritable(guard_fd, False)
     name_process("samestep-zygote")
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # of workers, until they run their script
     gc.disable()  # nearly all that an import makes stays; looking through it again and again takes a third of the time
-    _load(args[3:])
+    _load(args[3:], at_start)
     requests.sendall(b"r")
     gc.freeze()  # what is here now is shared with the workers, as long as no collection writes to it
     gc.enable()
@@ -50,9 +52,10 @@ def main(args: Sequence[str]) -> None:
             os.close(fd)
 
 
-def _load(argv: Sequence[str]) -> None:
+def _load(argv: Sequence[str], at_start: Collection[str]) -> None:
     """Imports what the script will, with the modules beside it in their place, as they are for the script."""
     places = places_of_modules(argv)
+    forget_shadowed(places, at_start)
     sys.path[:0] = places
     try:
         for name in wanted(argv):

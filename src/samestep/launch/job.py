@@ -42,6 +42,7 @@ def launch(options: Options) -> int:
         max_restarts=options.max_restarts,
         run_id=options.run_id,
         role=options.role,
+        signals=tuple(signum.name for signum in options.signals),
         runs_python=options.is_python,
         num_script_args=options.num_script_args,
         local_rank_flag=options.local_rank_flag,

@@ -17,6 +17,9 @@ from samestep.launch.spec import LaunchSpec, Place
 
 __all__ = ["OtherMachines"]
 
+# How long saying goodbye to the other machines may take, and where there was no meeting yet.
+_GOODBYE_S, _SOON_S = 5.0, 0.5
+
 
 class OtherMachines:
     """The launchers meet at the endpoint; their workers meet in the same store. The agent's `News`."""
@@ -54,7 +57,7 @@ class OtherMachines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._agent.news = None
-        self._meeting.close()
+        self._meeting.close(_GOODBYE_S if self._met else _SOON_S)
 
     @property
     def fd(self) -> int:

@@ -38,7 +38,15 @@ def module_command(module: str, args: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def _where(script: str) -> str:
-    return "" if os.path.isabs(script) else f" in {os.getcwd()}"
+    return "" if os.path.isabs(script) else f" in {_here() or 'the current folder, which is gone'}"
+
+
+def _here() -> str:
+    """The current folder, or nothing if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def find_module(module: str) -> importlib.machinery.ModuleSpec | None:
@@ -63,7 +71,7 @@ def find_module(module: str) -> importlib.machinery.ModuleSpec | None:
 
 def _ask_finders(full_name: str, places: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     if places is None and not getattr(sys.flags, "safe_path", False):
-        found = importlib.machinery.PathFinder.find_spec(full_name, [os.getcwd()])
+        found = importlib.machinery.PathFinder.find_spec(full_name, [_here()])
         if found is not None:
             return found
     for finder in sys.meta_path:

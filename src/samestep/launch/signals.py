@@ -39,8 +39,9 @@ class Signals:
 def collect_signals(signums: Iterable[signal.Signals] = ENDING) -> Iterator[Signals]:
     """Collects the signals that end a run inside the block; afterwards all handlers are what they were.
 
-    SIGHUP stays ignored where it was (`nohup`). Exit codes of children are kept even where the launcher was
-    started with SIGCHLD ignored. Raises LaunchError outside the main thread, where Python takes no signals.
+    Those that were ignored stay so (`nohup`, `&` in a script), for ranks too. Exit codes of children are kept even
+    where the launcher was started with SIGCHLD ignored. Raises LaunchError outside the main thread, where Python takes
+    no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("workers can only be started from the main thread, as only there signals can be handled")
@@ -54,7 +55,7 @@ def collect_signals(signums: Iterable[signal.Signals] = ENDING) -> Iterator[Sign
         try:
             old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for signum in signums:
-                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                if signal.getsignal(signum) is not signal.SIG_IGN:
                     old[signum] = signal.signal(signum, signals.note)
             yield signals
         finally:

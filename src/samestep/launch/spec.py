@@ -54,6 +54,7 @@ class LaunchSpec:
     max_restarts: int = 0
     run_id: str = "none"
     role: str = "default"
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     runs_python: bool = False
     num_script_args: int = 0
     local_rank_flag: str | None = None
@@ -101,8 +102,8 @@ def worker_command(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
 def worker_environment(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     """Returns the whole environment of one worker: the launcher's own, and every variable that torchrun sets.
 
-    `TORCHELASTIC_ERROR_FILE` stays unset, so no file is written behind the user's back. `OMP_NUM_THREADS`,
-    `PYTHONUNBUFFERED` and `GLOO_SOCKET_IFNAME` are set unless the user has set them.
+    `TORCHELASTIC_ERROR_FILE` stays unset, so no file is written behind the user's back. `OMP_NUM_THREADS`
+    and `GLOO_SOCKET_IFNAME` are set unless the user has set them.
     """
     place, rank, size = spec.place, str(spec.place.first_rank + local_rank), str(spec.world_size)
     # On one machine Gloo needs no name of it that resolves, and no network.
@@ -111,7 +112,6 @@ def worker_environment(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     environment = {
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         _THREADS: str(spec.threads),
-        "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **spec.environment,
         "RANK": rank,
@@ -129,6 +129,7 @@ def worker_environment(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(place.agent_store),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals),
     }
     environment.pop("TORCHELASTIC_ERROR_FILE", None)
     if spec.terminal is not None and rank == "0":

@@ -9,6 +9,14 @@ from dataclasses import dataclass
 __all__ = ["NOTHING_TOLD", "Told", "from_bytes", "record"]
 
 _BEGIN = b"\x1e"
+# What exceptions say where a connection of Gloo's, of the store's or of ours has broken.
+_SIGNS_OF_A_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "peerlosterror",
+)
 # Half of what a pipe holds, so that telling never waits for the launcher.
 _MAX_BYTES = 1 << 15
 
@@ -19,6 +27,12 @@ class Told:
 
     text: str = ""
     when: float | None = None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this is what a rank meets when another one has gone."""
+        last = self.summary.lower()
+        return any(sign in last for sign in _SIGNS_OF_A_LOST_PEER)
 
     @property
     def summary(self) -> str:

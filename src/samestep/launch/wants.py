@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from collections.abc import Iterable, Sequence
 
 from samestep.launch.program import find_module
@@ -13,6 +14,11 @@ _ON_TORCH = frozenset({"accelerate", "lightning", "pytorch_lightning", "samestep
 # The first optimizer imports this, and so does torch's DistributedDataParallel; it takes as long as torch itself.
 _LATER = "torch._dynamo"
 _SIGNS = ("optim", "DistributedDataParallel")
+# What changes the environment, or where modules are found; reading either is no such thing.
+_WRITES = re.compile(
+    r"environ(b?\[[^\]]*\]\s*=[^=]|\.(setdefault|update|pop|clear)\b)|\bputenv\b|\bunsetenv\b|\bload_dotenv\b"
+    r"|del\s+os\.environ|sys\.path(\.(insert|append|extend)\b|\[[^\]]*\]\s*=|\s*=[^=]|\s*\+=)"
+)
 # So many files of the script's own are looked at, and no longer ones.
 _MAX_FILES, _MAX_BYTES = 200, 1 << 20
 
@@ -21,11 +27,12 @@ def wanted(argv: Sequence[str]) -> list[str]:
     """Returns the names of modules to import for `script args` or `-m module args`.
 
     Files of the script's own that it imports are looked at too. What can't be found or read is passed over: Python
-    will say so when it runs.
+    will say so when it runs. Nothing is to be imported for a script that may change the environment, or where modules
+    are found, before it imports torch: torch reads variables then.
     """
     sources = list(_sources(argv))
     names = {name.partition(".")[0] for source in sources for name in _imports(source)}
-    if not names & _ON_TORCH:
+    if not names & _ON_TORCH or any(_sets_the_stage(source) for source in sources):
         return []
     return ["torch", _LATER] if any(sign in source for source in sources for sign in _SIGNS) else ["torch"]
 
@@ -65,7 +72,23 @@ def _beside(folder: str, name: str) -> list[str]:
     return [file for path in paths for file in (path + ".py", os.path.join(path, "__init__.py"))]
 
 
+def _sets_the_stage(source: str) -> bool:
+    """Whether a file writes to os.environ or sys.path above its first import of torch, or without one."""
+    lines = [n for n, line in enumerate(source.splitlines()) if _WRITES.search(line)]
+    if not lines:
+        return False
+    heavy = [
+        node.lineno - 1
+        for node in ast.walk(_tree(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and {name.partition(".")[0] for name in _names(node)} & _ON_TORCH
+    ]
+    return not heavy or lines[0] < min(heavy)
+
+
 def _text(path: str) -> str | None:
+    if not os.path.isfile(path):  # reading from a pipe would take it away from the script
+        return None
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(_MAX_BYTES)
@@ -74,14 +97,19 @@ def _text(path: str) -> str | None:
 
 
 def _imports(source: str) -> list[str]:
+    return [name for node in ast.walk(_tree(source)) for name in _names(node)]
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def _tree(source: str) -> ast.AST:
     try:
-        tree = ast.parse(source)
+        return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return names
+        return ast.Module([], [])

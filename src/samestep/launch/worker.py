@@ -19,8 +19,8 @@ __all__ = ["Pipes", "Spawner", "Starter", "Worker", "bind_to_agent", "usable_cor
 
 # The current folder is no place to look for modules of ours, or of Python's.
 _FRESH = (
-    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
-    "from samestep.launch.script import main; main(sys.argv[1:])"
+    "import sys; at_start = set(sys.modules); getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
+    "from samestep.launch.script import main; main(sys.argv[1:], at_start)"
 )
 # What comes from a worker: its output, and what it tells of a failure.
 _STREAMS = ("stdout", "stderr", "told")

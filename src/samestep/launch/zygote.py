@@ -24,8 +24,8 @@ from samestep.launch.worker import Pipes, Spawner, Starter, Worker, bind_to_agen
 __all__ = ["Zygote"]
 
 _ZYGOTE = (
-    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
-    "from samestep.launch.forking import main; main(sys.argv[1:])"
+    "import sys; at_start = set(sys.modules); getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
+    "from samestep.launch.forking import main; main(sys.argv[1:], at_start)"
 )
 # A fork takes milliseconds. On a machine that swaps it may take longer; then a fresh interpreter takes its place.
 _FORK_S = 30.0
