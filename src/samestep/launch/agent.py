@@ -148,6 +148,8 @@ class Agent:
         the agent is left.
         """
         self.state = State(frozenset(spec.ranks), spec.shutdown_timeout_s)
+        self._oom.close()
+        self._oom = OomEvidence()  # what an earlier attempt met says nothing of this one
         self._files.open_attempt(spec.attempt, range(spec.nproc_per_node))
         self.wait(lambda: self._starter.is_ready)
         if self.state.cause is None:
