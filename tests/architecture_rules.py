@@ -31,7 +31,7 @@ LOBBY = frozenset({"errors", "world", "launchers", "variables", "hostlist", "clo
 FREE = frozenset({"samestep", "samestep.__main__", "samestep.launch.__main__"})
 
 # Rivals: none imports another.
-TRANSPORTS = ("samestep.comm.c10d", "samestep.comm.threads")
+TRANSPORTS = ("samestep.comm.c10d", "samestep.comm.shm.communicator", "samestep.comm.threads")
 
 PURE = frozenset(
     f"samestep.{name}"

@@ -10,6 +10,8 @@ TWO = ("--nproc-per-node", "2")
 TEXT = """
 count, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
 print("attempt", count, "of", most)
+note(f"up-{count}-{rank}")
+wait_for(f"up-{count}-{1 - rank}")
 if rank == 1 and int(count) < FAILURES:
     raise ValueError(f"attempt {count}")
 while rank == 0 and int(count) < FAILURES:
