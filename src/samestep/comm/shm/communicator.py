@@ -1,0 +1,297 @@
+"""Ranks of one host that share memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from samestep.comm.base import Communicator, Work
+from samestep.comm.ops import AllReduce, Barrier, Op, Recv, Send, describe
+from samestep.comm.shm import exchanges
+from samestep.comm.shm.board import MASK, State, make_fence
+from samestep.comm.shm.gather import Shared, Unshared, share
+from samestep.comm.shm.header import decode, encode, place_in, same
+from samestep.comm.shm.room import ArenaTensor, Room, room_bytes
+from samestep.comm.shm.waiting import KINDS, Failure, Waiter
+from samestep.comm.shm.work import DelegatedWork, SharedWork
+from samestep.errors import CommunicatorError, MismatchError, SamestepError
+
+__all__ = ["ShmCommunicator"]
+
+_SLOT_BYTES = 2**20
+
+# All that there are in this process: while one waits, the others' exchanges go on.
+_living: weakref.WeakSet[ShmCommunicator] = weakref.WeakSet()
+_living_lock = threading.Lock()
+
+
+class ShmCommunicator(Communicator):
+    """A communicator of ranks of one host, on memory that they share; made by `gather`.
+
+    Ranks that ask for different exchanges get a MismatchError that lists every rank's, and the group stays usable. Any
+    other error breaks the group, on all ranks. Messages between two ranks (send, recv) and tensors that are not in the
+    CPU's memory go through `control`, and new groups begin there.
+
+    An exchange begins in `start`, if none is under way before it: this rank's part is shown to the others. The rest
+    is done in `wait`, `done`, later exchanges' `wait`, and the waits of other groups of this class in this process,
+    always in the order of the calls to `start`. So works may be waited for in any order. One thread at a time drives
+    a group.
+    """
+
+    def __init__(self, control: Communicator, shared: Shared, timeout_s: float, slot_bytes: int) -> None:
+        self.rank, self.size, self.device = control.rank, control.size, torch.device("cpu")
+        self._control, self._timeout_s, self._slot_bytes = control, timeout_s, slot_bytes
+        self._owned: Communicator | None = None
+        self._fence = make_fence()
+        self._room = Room(shared.mappings, self.rank, slot_bytes, self._fence)
+        self._own = self._room.boards[self.rank]
+        self._waiter = Waiter(
+            self._room.boards, self.rank, shared.processes, timeout_s, partial(_others_go_on, weakref.ref(self))
+        )
+        self._lock = threading.RLock()
+        self._queue: deque[SharedWork] = deque()
+        self._broken: tuple[type[CommunicatorError], str] | None = None
+        self._closed = False
+        with _living_lock:
+            _living.add(self)
+
+    @classmethod
+    def gather(
+        cls, control: Communicator, *, timeout_s: float = 1800.0, slot_bytes: int = _SLOT_BYTES
+    ) -> ShmCommunicator | Unshared:
+        """Make a communicator of `control`'s ranks, if all of them can map each other's memory; else say why not.
+
+        All ranks call it, and get the same answer. `timeout_s` is the deadline of every exchange, in seconds: how long
+        one rank waits for the others. Each rank needs four times `slot_bytes` of memory (at least 4096; rounded up to
+        pages); large tensors go through in pieces. `control` must stay open, and is not closed by this one.
+        """
+        slot_bytes = -(-max(slot_bytes, 4096) // 4096) * 4096
+        shared = share(control, room_bytes(slot_bytes))
+        return shared if isinstance(shared, Unshared) else cls(control, shared, timeout_s, slot_bytes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Make a tensor in shared memory, of zeros; all ranks call it, with the same arguments.
+
+        All-reduce works on it, and on contiguous parts of it, where it is, without copies. Where memory can't be had on
+        some rank, it is an ordinary tensor on all of them, for which everything works alike. The peers keep their view
+        of it until they close; the tensor itself stays good after that.
+        """
+        num_bytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
+        shared = share(self, -(-num_bytes // 4096) * 4096)
+        if isinstance(shared, Unshared):
+            return torch.zeros(tuple(shape), dtype=dtype)
+        arena = ArenaTensor(shared.mappings, self.rank)
+        self._room.arena.append(arena)
+        return arena.own[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def _start(self, op: Op) -> Work:
+        with self._lock:
+            self._raise_if_broken()
+            if isinstance(op, Send | Recv) or not (isinstance(op, Barrier) or op.tensor.is_cpu):
+                return self._delegate(op)
+            work = SharedWork(self, op)
+            self._queue.append(work)
+            if len(self._queue) == 1:
+                self._begin(work)
+        return work
+
+    def drive(self, work: SharedWork) -> None:
+        """Carry on until `work` is finished, blocking."""
+        with self._lock:
+            while not work.finished:
+                head = self._queue[0]
+                failure = self._waiter.wait(head.needs, self._fence, partial(self._name, head.op))
+                if failure is not None:
+                    self._break(failure, head.needs)
+                    return
+                self._go_on(head)
+
+    def poll(self) -> None:
+        """Carry on as far as is possible without waiting."""
+        if self._lock.acquire(blocking=False):
+            try:
+                while self._queue and self._waiter.all_reached(self._queue[0].needs):
+                    self._go_on(self._queue[0])
+            finally:
+                self._lock.release()
+
+    def delegate_failed(self, error: CommunicatorError) -> None:
+        state = next(s for s, kind in reversed(KINDS.items()) if isinstance(error, kind))
+        with self._lock:
+            if self._broken is None and not self._closed:
+                meeting = self._queue[0].needs if self._queue else self._room.meeting + 1
+                self._break(Failure(state, str(error), False), meeting)
+
+    def close(self) -> None:
+        """Give back this rank's share of the memory; exchanges that it has not taken part in fail on the others."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with _living_lock:
+                _living.discard(self)
+            self._leave(State.CLOSED, self._room.meeting + 1)
+            self._abandon(CommunicatorError(f"rank {self.rank} of {self.size}: the communicator is closed"))
+            self._room.close()
+            del self._waiter, self._own
+            owned, self._owned = self._owned, None
+        if owned is not None:
+            owned.close()
+
+    def _split(self, ranks: tuple[int, ...]) -> Communicator | None:
+        part = self._control.split(ranks)
+        if part is None:
+            return None
+        made = ShmCommunicator.gather(part, timeout_s=self._timeout_s, slot_bytes=self._slot_bytes)
+        if isinstance(made, Unshared):
+            return part
+        made._owned = part
+        return made
+
+    # How an exchange goes on. All of it under the lock.
+
+    def _begin(self, work: SharedWork) -> None:
+        room, op = self._room, work.op
+        place = room.place(op.tensor) if room.arena and isinstance(op, AllReduce) else None
+        if place is not None and not exchanges.is_worth_a_place(op):
+            place = None
+        meeting = room.meeting + 1
+        work.header = encode(op, meeting & MASK, place)
+        self._own.show(meeting & 1, work.header)
+        if place is None:
+            work.meetings = exchanges.exchange(room, op)
+            self._resume(work)
+        else:
+            work.needs = room.come()
+
+    def _go_on(self, work: SharedWork) -> None:
+        """Do what follows the meeting to which all have come."""
+        self._fence()
+        failure = self._waiter.given_up(work.needs, self._fence)
+        if failure is not None:
+            self._break(failure, work.needs)
+            return
+        if work.fresh:
+            work.fresh = False
+            self._compare(work)
+        self._resume(work)
+
+    def _compare(self, work: SharedWork) -> None:
+        """See that all ranks ask for the same, and take the way that this needs."""
+        turn, room = work.needs & 1, self._room
+        headers = [board.header(turn) for board in room.boards]
+        if all(same(work.header, header) for header in headers):
+            if work.meetings is None:
+                assert isinstance(work.op, AllReduce)
+                work.meetings = exchanges.reduce_in_place(room, work.op, [place_in(h) for h in headers])
+        elif len({decode(header).text for header in headers}) > 1:
+            work.meetings = self._disagree(work.op)
+        else:  # some have it in the arena, others not: once more, through the slots
+            work.meetings = exchanges.exchange(room, work.op)
+
+    def _resume(self, work: SharedWork) -> None:
+        assert work.meetings is not None
+        try:
+            work.needs = next(work.meetings)
+        except StopIteration:
+            self._finish(work)
+        except exchanges.Disagreement:
+            work.meetings = self._disagree(work.op)
+            self._resume(work)
+        except MismatchError as error:
+            self._finish(work, error)
+        except BaseException as error:
+            said = f"{self._name(work.op)}: {type(error).__name__}: {error}"
+            self._break(Failure(State.FAILED, said, False), self._room.meeting + 1, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _disagree(self, op: Op) -> exchanges.Meetings:
+        room = self._room
+        most = room.slot_bytes - 8
+        text = describe(op).encode()[:most]
+        room.next(torch.int64, 1).fill_(len(text))
+        room.next(torch.uint8, len(text), 8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        met = room.come()
+        yield met
+        lines = []
+        for rank in range(room.size):
+            length = int(room.shown(met, rank, torch.int64, 1))
+            said = room.shown(met, rank, torch.uint8, length, 8).numpy().tobytes().decode(errors="replace")
+            lines.append(f"\n  rank {rank}: {said}")
+        raise MismatchError(f"ranks ask for different exchanges; make the same call on every rank:{''.join(lines)}")
+
+    def _finish(self, work: SharedWork, error: SamestepError | None = None) -> None:
+        self._queue.popleft()
+        work.meetings, work.error, work.finished = None, error, True
+        if self._queue:
+            self._begin(self._queue[0])
+
+    # How it ends.
+
+    def _delegate(self, op: Op) -> Work:
+        try:
+            return DelegatedWork(self, self._control.start(op))
+        except CommunicatorError as error:
+            self.delegate_failed(error)
+            raise
+
+    def _raise_if_broken(self) -> None:
+        if self._closed:
+            raise CommunicatorError(f"{self._who()}: the communicator is closed")
+        if self._broken is not None:
+            raise self._again()
+
+    def _again(self) -> CommunicatorError:
+        assert self._broken is not None
+        kind, said = self._broken
+        return kind(f"rank {self.rank}: the group is broken since: {said}")
+
+    def _break(self, failure: Failure, meeting: int, cause: BaseException | None = None) -> None:
+        """End the group for this rank, which takes no part in `meeting` any more, and tell the others why.
+
+        The first work under way gets the error, the others get it again.
+        """
+        head = self._queue.popleft() if self._queue else None
+        error = failure.error(self._who() if head is None else self._name(head.op))
+        self._broken = type(error), str(error)
+        self._own.tell_error(failure.cause)
+        self._leave(failure.state, meeting)
+        if head is not None:
+            error.__cause__ = cause
+            head.meetings, head.error, head.finished = None, error, True
+        self._abandon(self._again())
+
+    def _abandon(self, error: SamestepError) -> None:
+        for work in self._queue:
+            work.meetings, work.error, work.finished = None, error, True
+        self._queue.clear()
+
+    def _leave(self, state: State, meeting: int) -> None:
+        if self._broken is None or state is not State.CLOSED:  # the error stays readable for those who come late
+            self._fence()
+            self._own.leave(state, meeting, self._fence)
+            self._fence()
+            self._own.wake()
+
+    def _who(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+    def _name(self, op: Op) -> str:
+        return f"{self._who()}, {describe(op)}"
+
+
+def _others_go_on(waiting: weakref.ref[ShmCommunicator]) -> bool:
+    """Carry on with the exchanges of all others in this process; tell whether there are some."""
+    one = waiting()
+    with _living_lock:
+        others = [c for c in _living if c is not one and c._queue]
+    for other in others:
+        other.poll()
+    return bool(others)

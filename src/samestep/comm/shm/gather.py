@@ -1,0 +1,79 @@
+"""How ranks come to share memory: each offers some, maps what the others offer, and all do it or nobody does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.comm.base import Communicator
+from samestep.comm.shm.kernel import missing
+from samestep.comm.shm.memory import Mapping, Offer, map_peer, offered
+
+__all__ = ["Shared", "Unshared", "refusal", "share"]
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """Why the ranks of a group do not share memory: the first reason in rank order, the same text on all ranks."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The memory of every rank, mapped here, and the number and start time of every rank's process."""
+
+    mappings: tuple[Mapping, ...]
+    processes: tuple[tuple[int, int], ...]
+
+
+def share(control: Communicator, num_bytes: int) -> Shared | Unshared:
+    """Offer `num_bytes` of zeros to each other and map what the others offer; all ranks of `control` call it.
+
+    Two exchanges of `control`: one of the offers, one of how mapping them went. Memory of which some rank could not map
+    a part is given back on all ranks.
+    """
+    with contextlib.ExitStack() as until_all_have_mapped:
+        offer, own, lacking = Offer(), None, missing()
+        if not lacking:
+            try:
+                offer, own = until_all_have_mapped.enter_context(offered(num_bytes))
+            except OSError as error:
+                lacking = f"{num_bytes} bytes of memory to share could not be had ({error.strerror or error})"
+        offers: list[Offer] = control.all_gather_object(Offer(refusal=lacking) if lacking else offer)
+        mappings, reason = _map_all(offers, own, control.rank)
+        reasons: list[str] = control.all_gather_object(reason)
+    for reason in filter(None, reasons):
+        return Unshared(reason)
+    if own is not None:
+        own.clear_token()
+    return Shared(mappings, tuple((o.pid, o.started) for o in offers))
+
+
+def refusal(offers: Sequence[Offer], rank: int) -> str:
+    """Return why `rank` cannot map what the others offer, as far as that can be seen without trying, or nothing."""
+    mine = offers[rank]
+    for other, offer in enumerate(offers):
+        if offer.refusal:
+            return f"rank {other}: {offer.refusal}"
+    for other, offer in enumerate(offers):
+        if offer.host != mine.host:
+            return f"ranks {min(rank, other)} and {max(rank, other)} are on different hosts, or in different containers"
+        if offer.uid != mine.uid:
+            low, high = sorted((rank, other))
+            return f"ranks {low} and {high} run as different users ({offers[low].uid} and {offers[high].uid})"
+    return ""
+
+
+def _map_all(offers: Sequence[Offer], own: Mapping | None, rank: int) -> tuple[tuple[Mapping, ...], str]:
+    reason = refusal(offers, rank)
+    if reason or own is None:
+        return (), reason
+    mappings = []
+    for other, offer in enumerate(offers):
+        try:
+            mappings.append(own if other == rank else map_peer(offer))
+        except OSError as error:
+            return (), f"rank {rank} cannot map the memory of rank {other} ({error.strerror or error})"
+    return tuple(mappings), ""

@@ -1,0 +1,150 @@
+"""The room of a group: a few slots of each rank's memory, used in turn, and the tensors that lie in shared memory.
+
+A rank writes into its slot for the next meeting, comes to the meeting, and reads what the others have shown once all
+have come. It may come to `LAG` further meetings before it reads: so ranks need not wait for each other at each one.
+
+The slots are enough: who comes to meeting n - 1 has read what was shown at n - 2 - LAG, so who has seen all come to
+n - 1 - LAG knows that all have read n - 2 - 2 * LAG, and may write for n where that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.comm.shm.board import BOARD_BYTES, Board
+from samestep.comm.shm.header import Place
+from samestep.comm.shm.memory import Mapping
+
+__all__ = ["ArenaTensor", "Room", "room_bytes"]
+
+LAG = 1
+NUM_SLOTS = 2 * LAG + 2
+
+# Views that are kept, so that an exchange that comes again doesn't make them again (2 to 5 us each).
+_MOST_VIEWS = 1024
+
+
+class ArenaTensor:
+    """Memory of the same length on every rank: `own` is this rank's, `bytes_of[r]` rank r's."""
+
+    def __init__(self, mappings: Sequence[Mapping], rank: int) -> None:
+        self.bytes_of = [_bytes(m) for m in mappings]
+        self.own = self.bytes_of[rank]
+        self.address = mappings[rank].address
+
+
+def room_bytes(slot_bytes: int) -> int:
+    """Return how much memory each rank needs: its board and its slots."""
+    return BOARD_BYTES + NUM_SLOTS * slot_bytes
+
+
+class Room:
+    """What an exchange sees of the group."""
+
+    def __init__(self, mappings: Sequence[Mapping], rank: int, slot_bytes: int, fence: Callable[[], None]) -> None:
+        self.rank, self.size, self.slot_bytes = rank, len(mappings), slot_bytes
+        self.boards = [Board(m) for m in mappings]
+        self.meeting = 0  # the number of the last one that this rank came to
+        self._own, self._fence = self.boards[rank], fence
+        self._peers = [board for r, board in enumerate(self.boards) if r != rank]
+        self.arena: list[ArenaTensor] = []
+        self._slots = [
+            [_bytes(m)[BOARD_BYTES + turn * slot_bytes :][:slot_bytes] for turn in range(NUM_SLOTS)] for m in mappings
+        ]
+        self._views: dict[tuple[object, ...], Tensor] = {}
+        self._whole: dict[tuple[object, ...], list[Tensor]] = {}
+        self._pieces: dict[tuple[object, ...], list[list[Tensor]]] = {}
+
+    def come(self) -> int:
+        """Come to the next meeting: all that was written until now is shown. Return its number."""
+        self.meeting = meeting = self.meeting + 1
+        self._fence()
+        self._own.come_to(meeting)
+        self._fence()
+        for peer in self._peers:
+            if peer.sleeping:
+                self._own.wake()
+                break
+        return meeting
+
+    def all_came(self, meeting: int) -> bool:
+        """Tell whether all have come to `meeting`; what they have shown there may be read then."""
+        for peer in self._peers:
+            if not peer.reached(meeting):
+                return False
+        self._fence()
+        return True
+
+    def next(self, dtype: torch.dtype, count: int, start: int = 0) -> Tensor:
+        """Return `count` elements, from `start` on, of what this rank shows at the next meeting."""
+        return self._view((self.meeting + 1) % NUM_SLOTS, self.rank, dtype, count, start)
+
+    def shown(self, meeting: int, rank: int, dtype: torch.dtype, count: int, start: int = 0) -> Tensor:
+        """Return `count` elements, from `start` on, of what `rank` showed at `meeting`, one of the last `LAG` + 1."""
+        return self._view(meeting % NUM_SLOTS, rank, dtype, count, start)
+
+    def all_shown(self, meeting: int, tensor: Tensor) -> list[Tensor]:
+        """Return what all ranks showed at `meeting`, or are to show there, each like `tensor`; not to be changed."""
+        key = (meeting % NUM_SLOTS, tensor.dtype, tensor.shape)
+        found = self._whole.get(key)
+        if found is None:
+            count, slot = tensor.numel(), meeting % NUM_SLOTS
+            found = [self._view(slot, r, tensor.dtype, count, 0).view(tensor.shape) for r in range(self.size)]
+            if len(self._whole) >= _MOST_VIEWS:
+                self._whole.clear()
+            self._whole[key] = found
+        return found
+
+    def place(self, tensor: Tensor) -> Place | None:
+        """Return where in the arena `tensor`, which is contiguous, lies; None if elsewhere."""
+        if self.arena:
+            address = tensor.data_ptr()
+            for number, whole in enumerate(self.arena):
+                if 0 <= address - whole.address < len(whole.own):
+                    return Place(number, address - whole.address)
+        return None
+
+    def pieces(self, places: Sequence[Place], dtype: torch.dtype, own: range, most: int) -> list[list[Tensor]]:
+        """Return views of the elements `own` of tensors in the arena, one of each rank: a list for each piece.
+
+        A piece has `most` elements or less.
+        """
+        key = (*places, dtype, own, most)
+        found = self._pieces.get(key)
+        if found is None:
+            size = dtype.itemsize
+            whole = [
+                self.arena[p.number].bytes_of[r][p.offset + own.start * size : p.offset + own.stop * size].view(dtype)
+                for r, p in enumerate(places)
+            ]
+            found = [list(piece) for piece in zip(*(w.split(most) for w in whole), strict=True)] if len(own) else []
+            if len(self._pieces) >= _MOST_VIEWS:
+                self._pieces.clear()
+            self._pieces[key] = found
+        return found
+
+    def close(self) -> None:
+        """Let go of all memory; what others hold of the arena stays."""
+        self.boards, self._peers, self._slots, self.arena = [], [], [], []
+        del self._own
+        self._views.clear()
+        self._whole.clear()
+        self._pieces.clear()
+
+    def _view(self, turn: int, rank: int, dtype: torch.dtype, count: int, start: int) -> Tensor:
+        key = (turn, rank, dtype, count, start)
+        found = self._views.get(key)
+        if found is None:
+            size = dtype.itemsize
+            found = self._slots[rank][turn][start * size : (start + count) * size].view(dtype)
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = found
+        return found
+
+
+def _bytes(mapping: Mapping) -> Tensor:
+    return torch.frombuffer(mapping.buffer, dtype=torch.uint8)
