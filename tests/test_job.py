@@ -90,8 +90,9 @@ def test_a_script_for_torch_distributed_launch_runs_unchanged(tmp_path: Path) ->
     assert sorted(losses) == [(str(r), str(r), str(s)) for r in range(2) for s in range(5)], output
 
 
+@pytest.mark.timeout(200)
 def test_a_script_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
-    output = launch(SCRIPTS / "template_torchrun.py", "--data", DIGITS, "--batch", "64", folder=tmp_path)
+    output = launch(SCRIPTS / "template_torchrun.py", "--data", DIGITS, "--batch", "64", folder=tmp_path, limit_s=190)
     found = re.search(r"^\[0\] epoch 0 accuracy (0\.\d{4}) macro F1 (0\.\d{4})$", output, re.MULTILINE)
     assert found, output
     assert float(found[1]) > 0.9
