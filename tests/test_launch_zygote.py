@@ -150,9 +150,9 @@ def test_what_a_script_wants_is_found_without_running_it(tmp_path: Path) -> None
     assert found == {
         "plain.py": [],
         "direct.py": ["torch"],
-        "optimizer.py": ["torch", "torch._dynamo"],
-        "deep.py": ["torch", "torch._dynamo"],
-        "middle.py": ["torch", "torch._dynamo"],
+        "optimizer.py": ["torch"],
+        "deep.py": ["torch"],
+        "middle.py": ["torch"],
         "wrong.py": [],
         "ring.py": ["torch"],
         "stage.py": [],

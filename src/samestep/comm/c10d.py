@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -95,6 +96,10 @@ class C10dCommunicator(Communicator):
         self.device = _control_device(self.group)
         self._gloo = c10d_gloo.is_gloo(self.group)
         self._owns_group = owns_group
+        # One of Gloo's two threads may let go of a work after it was waited for. Were that the end of the work, the
+        # thread would need the interpreter's lock for it, while it holds a lock of the group's: with the group's end,
+        # which holds the former and needs the latter, they would wait for each other for ever.
+        self._recent: deque[Any] = deque(maxlen=2)
         self._broken: tuple[type[CommunicatorError], str] | None = None
 
     @property
@@ -113,7 +118,11 @@ class C10dCommunicator(Communicator):
             work, finish = self._begin(op, group)
         except RuntimeError as error:
             raise self.failed(op, error) from error
-        return DoneWork() if work is None else _C10dWork(self, op, work, finish)
+        if work is None:
+            return DoneWork()
+        if self._gloo:
+            self._recent.append(work)
+        return _C10dWork(self, op, work, finish)
 
     def failed(self, op: Op, error: RuntimeError) -> CommunicatorError:
         """Translate the backend's `error` in `op`; the first one breaks the group, on the peers, too."""
@@ -206,6 +215,7 @@ class C10dCommunicator(Communicator):
             self._owns_group = False
             dist.destroy_process_group(self.group)
             self._group = _gone
+            self._recent.clear()
 
 
 class _C10dWork(Work):

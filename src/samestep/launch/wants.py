@@ -11,9 +11,6 @@ __all__ = ["wanted"]
 
 # Whoever imports one of these needs torch.
 _ON_TORCH = frozenset({"accelerate", "lightning", "pytorch_lightning", "samestep", "timm", "torch", "transformers"})
-# The first optimizer imports this, and so does torch's DistributedDataParallel; it takes as long as torch itself.
-_LATER = "torch._dynamo"
-_SIGNS = ("optim", "DistributedDataParallel")
 # What changes the environment, or where modules are found; reading either is no such thing.
 _WRITES = re.compile(
     r"environ(b?\[[^\]]*\]\s*=[^=]|\.(setdefault|update|pop|clear)\b)|\bputenv\b|\bunsetenv\b|\bload_dotenv\b"
@@ -34,7 +31,7 @@ def wanted(argv: Sequence[str]) -> list[str]:
     names = {name.partition(".")[0] for source in sources for name in _imports(source)}
     if not names & _ON_TORCH or any(_sets_the_stage(source) for source in sources):
         return []
-    return ["torch", _LATER] if any(sign in source for source in sources for sign in _SIGNS) else ["torch"]
+    return ["torch"]
 
 
 def _sources(argv: Sequence[str]) -> Iterable[str]:
