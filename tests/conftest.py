@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import leaks
 import pytest
 
+from samestep.launch import job
+from samestep.launch.options import Options
+
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
@@ -16,3 +19,16 @@ def _leaves_nothing_behind() -> Iterator[None]:
     if left:
         leaks.end(before)
         pytest.fail("the test left behind " + ", ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """Collects what would be launched, and launches nothing."""
+    seen: list[Options] = []
+
+    def note(options: Options) -> int:
+        seen.append(options)
+        return 42
+
+    monkeypatch.setattr(job, "launch", note)
+    return seen

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from samestep.world import environment
 
-__all__ = ["Run", "guard_of", "is_gone", "named_child_of", "wait_until"]
+__all__ = ["Run", "guard_of", "is_gone", "named_child_of", "python", "wait_until"]
 
 _LIMIT_S = 60.0
 _LOOK_S = 0.01
@@ -152,3 +152,15 @@ def _processes_below(pid: int) -> dict[str, int]:
 def _stat(pid: int) -> list[str]:
     """State, parent and so on of a process: what stands behind its name, which may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def python(folder: Path, *command: str | Path) -> "subprocess.CompletedProcess[str]":
+    """Runs this Python in a folder to its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import python as run
 
 import samestep.data.digits
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DIGITS = Path(samestep.data.digits.__file__).parent / "mnist"
-
-
-def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
 
 
 def launch(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:

@@ -15,21 +15,8 @@ import pytest
 
 from samestep.cli import flags
 from samestep.cli.main import main, parser
-from samestep.launch import devices, job
+from samestep.launch import devices
 from samestep.launch.options import Conf, Options
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """Collects what would be launched, and launches nothing."""
-    seen: list[Options] = []
-
-    def note(options: Options) -> int:
-        seen.append(options)
-        return 42
-
-    monkeypatch.setattr(job, "launch", note)
-    return seen
 
 
 @pytest.fixture

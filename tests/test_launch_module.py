@@ -9,7 +9,6 @@ import pytest
 
 import samestep.data
 from samestep.cli.launch import main
-from samestep.launch import job
 from samestep.launch.options import Options
 from samestep.world import environment
 
@@ -22,19 +21,6 @@ import json, os, sys
 with open(f"seen-{os.environ['RANK']}", "w") as f:
     json.dump([sys.argv, __name__, os.environ["LOCAL_RANK"]], f)
 """
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """Collects what would be launched, and launches nothing."""
-    seen: list[Options] = []
-
-    def note(options: Options) -> int:
-        seen.append(options)
-        return 42
-
-    monkeypatch.setattr(job, "launch", note)
-    return seen
 
 
 def launched(folder: Path, *argv: str) -> "subprocess.CompletedProcess[str]":

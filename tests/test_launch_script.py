@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import py_compile
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from launching import python as run
 
 METHODS = pytest.mark.parametrize("method", ["fork", "spawn"])
-
-
-def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
 
 
 def launch(folder: Path, method: str, *command: str | Path) -> subprocess.CompletedProcess[str]:

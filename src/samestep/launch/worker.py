@@ -15,13 +15,8 @@ from samestep.launch.guard import Guard
 from samestep.launch.kernel import die_with_parent, pidfd
 from samestep.launch.spec import LaunchSpec, worker_command, worker_environment
 
-__all__ = ["Pipes", "Spawner", "Starter", "Worker", "bind_to_agent", "usable_cores"]
+__all__ = ["Pipes", "Spawner", "Starter", "Worker", "bind_to_agent", "bootstrap", "usable_cores"]
 
-# The current folder is no place to look for modules of ours, or of Python's.
-_FRESH = (
-    "import sys; at_start = set(sys.modules); getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
-    "from samestep.launch.script import main; main(sys.argv[1:], at_start)"
-)
 # What comes from a worker: its output, and what it tells of a failure.
 _STREAMS = ("stdout", "stderr", "told")
 
@@ -162,7 +157,7 @@ class Spawner:
                 told = pipes.theirs["told"]
                 if spec.runs_python:
                     script = (str(told), f"samestep-r{rank}", str(int(spec.drop_in)), *command[1:])
-                    command = (command[0], "-c", _FRESH, *script)
+                    command = (command[0], "-c", bootstrap("samestep.launch.script"), *script)
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -184,6 +179,17 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def bootstrap(module: str) -> str:
+    """The code for `python -c` that calls the `main` of a module of ours.
+
+    The current folder is no place to look for modules of ours, or of Python's.
+    """
+    return (
+        "import sys; at_start = set(sys.modules); getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
+        f"from {module} import main; main(sys.argv[1:], at_start)"
+    )
 
 
 def bind_to_agent(guard: Guard) -> Callable[[], None]:

@@ -19,14 +19,10 @@ from samestep.launch.failures import signal_name
 from samestep.launch.guard import Guard
 from samestep.launch.kernel import adopt_orphans, stop_adopting
 from samestep.launch.spec import LaunchSpec, shared_environment, worker_command, worker_environment
-from samestep.launch.worker import Pipes, Spawner, Starter, Worker, bind_to_agent
+from samestep.launch.worker import Pipes, Spawner, Starter, Worker, bind_to_agent, bootstrap
 
 __all__ = ["Zygote"]
 
-_ZYGOTE = (
-    "import sys; at_start = set(sys.modules); getattr(sys.flags, 'safe_path', False) or sys.path.pop(0);"
-    "from samestep.launch.forking import main; main(sys.argv[1:], at_start)"
-)
 # A fork takes milliseconds. On a machine that swaps it may take longer; then a fresh interpreter takes its place.
 _FORK_S = 30.0
 _END_S = 5.0
@@ -108,7 +104,7 @@ class Zygote:
         command = (str(theirs.fileno()), str(self._guard.fd), str(os.getpid()), *spec.command[1:])
         try:
             self._process = subprocess.Popen(
-                (sys.executable, "-c", _ZYGOTE, *command),
+                (sys.executable, "-c", bootstrap("samestep.launch.forking"), *command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -152,10 +148,6 @@ class Zygote:
             return os.read(self._output, 1 << 16).decode(errors="replace").splitlines()
         except BlockingIOError:
             return []
-
-    def _give_up(self, note: str) -> None:
-        self._notes.append(note)
-        self._end()
 
     def _end(self) -> None:
         """Sees to it that there is no zygote; notes how it ended if that was not by this."""
