@@ -16,7 +16,8 @@ __all__ = ["Run", "guard_of", "is_gone", "named_child_of", "python", "wait_until
 _LIMIT_S = 60.0
 _LOOK_S = 0.01
 
-# What every script begins with. `note` leaves a file that the test waits for; a rank's own process is noted at once.
+# What every script begins with. `note` leaves a file that the test waits for; a rank's own process is noted at once, as
+# `rank-1`, in a later attempt as `rank-1-again-2`.
 PREAMBLE = """
 import os, select, signal, subprocess, sys
 rank = int(os.environ["RANK"])
@@ -34,7 +35,8 @@ def wait_for(name):
 def forever():
     while True:
         signal.pause()
-note(f"rank-{rank}", os.getpid())
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+note(f"rank-{rank}" if attempt == "0" else f"rank-{rank}-again-{attempt}", os.getpid())
 """
 
 

@@ -90,7 +90,8 @@ def test_machines_that_vanish_are_named(tmp_path: Path) -> None:
     flags = ("--nnodes", "1:3", "--max-restarts", "5", "--shutdown-timeout", "3")
     conf = ("--rdzv-conf", "last_call_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3")
     with Network(*NAMES) as net, launchers(net, tmp_path, text, *flags, *conf, nodes=3) as (alpha, beta, gamma):
-        alpha.wait_for("up-0-3")
+        for run in (alpha, beta, gamma):
+            run.wait_for("up-0-3")
         net.cut("gamma")
         alpha.wait_for("up-1-2")
         assert gamma.wait() == 1, "it can't reach the store any more"
