@@ -95,6 +95,13 @@ class Communicator(ABC):
     @abstractmethod
     def _split(self, ranks: tuple[int, ...]) -> Communicator | None: ...
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Make a tensor of zeros in the CPU's memory, where this transport reduces it with the fewest copies.
+
+        All ranks call it, with the same arguments. Everything works alike with any other tensor.
+        """
+        return torch.zeros(tuple(shape), dtype=dtype)
+
     def close(self) -> None:  # noqa: B027 - most transports hold nothing
         """Give back what the communicator holds. Other ranks notice when they next need this one."""
 

@@ -82,17 +82,14 @@ class C10dCommunicator(Communicator):
                 "torch.distributed has no process group: call samestep.connect() or "
                 "torch.distributed.init_process_group() first"
             )
-        world = dist.group.WORLD
-        # The default group is not kept alive from here, so that destroy_process_group() is its end, with Gloo's threads
-        # joined. Were they still there when the interpreter ends, one that has to let go of a Python object then would
-        # abort the process ("terminate called without an active exception"). torch.distributed.nn.functional, which the
-        # first optimizer imports by way of dynamo, would keep it, too, as the default of its arguments.
-        self._group: Callable[[], dist.ProcessGroup | None] = (
-            weakref.ref(world) if group is None or group is world else lambda: group
-        )
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
+        # The group is not kept alive from here, so that destroy_process_group() is its end, with Gloo's threads joined.
+        # Were they still there when the interpreter ends, one that has to let go of a Python object then would abort
+        # the process ("terminate called without an active exception"). torch.distributed.nn.functional, which the first
+        # optimizer imports by way of dynamo, would keep the default group, too, as the default of its arguments.
+        self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group or dist.group.WORLD)
         self.device = _control_device(self.group)
         self._gloo = c10d_gloo.is_gloo(self.group)
         self._owns_group = owns_group
@@ -109,6 +106,11 @@ class C10dCommunicator(Communicator):
         if group is None:
             raise CommunicatorError(f"rank {self.rank} of {self.size}: the process group has been destroyed")
         return group
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of the group's exchanges, in seconds."""
+        return _timeout(self.group, self.device).total_seconds()
 
     def _start(self, op: Op) -> Work:
         if self._broken is not None:

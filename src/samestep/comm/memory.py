@@ -10,13 +10,15 @@ __all__ = ["contiguous", "give_back", "writable"]
 
 def contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor's data in row-major order; what is not dense stays as it is, for `check` to refuse."""
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or _is_ready(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: Tensor, rank: int) -> Tensor:
     """Return the data in row-major order of a tensor that is to take a result."""
+    if _is_ready(tensor):
+        return tensor
     if tensor.layout == torch.strided and any(
         n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)
     ):
@@ -29,6 +31,10 @@ def writable(tensor: Tensor, rank: int) -> Tensor:
 
 def give_back(dense: Tensor, tensor: Tensor) -> Tensor:
     """Bring a result back to where the caller wants it: nothing to do when both share memory."""
-    if dense.data_ptr() != tensor.data_ptr():
+    if dense is not tensor and dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
     return tensor
+
+
+def _is_ready(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -7,7 +7,6 @@ A request holds the tensors it reads and writes. The tensors belong to the trans
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -47,11 +46,19 @@ class Reduction(enum.Enum):
 # Gloo takes 31 bits; transports keep the upper half of them to themselves.
 _NUM_TAGS = 2**30
 
-_BITWISE = frozenset({Reduction.BIT_AND, Reduction.BIT_OR, Reduction.BIT_XOR})
-_ORDERING = frozenset({Reduction.MIN, Reduction.MAX})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
+_REDUCIBLE = {
+    Reduction.SUM: _INTEGERS | _FLOATS | _COMPLEX,
+    Reduction.MEAN: _FLOATS | _COMPLEX,
+    Reduction.MIN: _INTEGERS | _FLOATS | {torch.bool},
+    Reduction.MAX: _INTEGERS | _FLOATS | {torch.bool},
+    Reduction.PRODUCT: _INTEGERS | _FLOATS,
+    Reduction.BIT_AND: _INTEGERS | {torch.bool},
+    Reduction.BIT_OR: _INTEGERS | {torch.bool},
+    Reduction.BIT_XOR: _INTEGERS | {torch.bool},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +175,8 @@ def signature(op: Op) -> str:
 
 def detached(op: Op) -> Op:
     """Return `op` on the same memory, with tensors that autograd does not follow."""
-    followed = {name: tensor.detach() for name, tensor in _tensors(op) if tensor.requires_grad}
-    return replace(op, **followed) if followed else op  # type: ignore[arg-type]
+    followed = [(name, tensor) for name, tensor in _tensors(op) if tensor.requires_grad]
+    return replace(op, **{name: tensor.detach() for name, tensor in followed}) if followed else op  # type: ignore[arg-type]
 
 
 def check(op: Op, rank: int, size: int) -> None:
@@ -186,12 +193,12 @@ def _check(op: Op, size: int) -> None:
     for name, tensor in _tensors(op):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{_NAMES[type(op)]}: expected a tensor as {name}, got {type(tensor).__name__}")
-    for name, kind in _SETTINGS.items():
-        value = getattr(op, name, None)
-        if value is not None and not isinstance(value, kind):
+    for name, kind in _SETTINGS[type(op)]:
+        value = getattr(op, name)
+        if not isinstance(value, kind):
             raise TypeError(f"{_NAMES[type(op)]}: expected {_article(kind)} as {name}, got {value!r}")
     for name, tensor in _tensors(op):
-        if tensor.layout != torch.strided:
+        if tensor.layout is not torch.strided:
             raise ValueError(f"{describe(op)}: {name} is {tensor.layout}, only dense tensors can be exchanged")
         if not tensor.is_contiguous():
             raise ValueError(f"{describe(op)}: {name} is not contiguous (strides {tensor.stride()})")
@@ -216,15 +223,18 @@ def _check(op: Op, size: int) -> None:
             pass
 
 
-_SETTINGS: dict[str, type] = {"reduction": Reduction, "source": int, "peer": int, "tag": int}
+_KINDS: dict[str, type] = {"reduction": Reduction, "source": int, "peer": int, "tag": int}
+_FIELDS = {kind: [f.name for f in fields(kind)] for kind in _NAMES}
+_SETTINGS = {kind: [(name, _KINDS[name]) for name in names if name in _KINDS] for kind, names in _FIELDS.items()}
+_TENSORS = {kind: [name for name in names if name in ("tensor", "output")] for kind, names in _FIELDS.items()}
 
 
 def _article(kind: type) -> str:
     return "an integer" if kind is int else f"a {kind.__name__}, such as {kind.__name__}.SUM,"
 
 
-def _tensors(op: Op) -> Iterator[tuple[str, Tensor]]:
-    return ((f.name, getattr(op, f.name)) for f in fields(op) if f.name in ("tensor", "output"))
+def _tensors(op: Op) -> list[tuple[str, Tensor]]:
+    return [(name, getattr(op, name)) for name in _TENSORS[type(op)]]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -232,16 +242,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_reduction(op: Op, dtype: torch.dtype, reduction: Reduction) -> None:
-    if reduction in _BITWISE:
-        allowed = _INTEGERS | {torch.bool}
-    elif reduction in _ORDERING:
-        allowed = _INTEGERS | _FLOATS | {torch.bool}
-    elif reduction is Reduction.MEAN:
-        allowed = _FLOATS | _COMPLEX
-    elif reduction is Reduction.SUM:
-        allowed = _INTEGERS | _FLOATS | _COMPLEX
-    else:
-        allowed = _INTEGERS | _FLOATS
+    allowed = _REDUCIBLE[reduction]
     if dtype not in allowed:
         names = ", ".join(sorted(map(_name, allowed)))
         raise ValueError(f"{describe(op)}: {reduction.value} is not defined for {_name(dtype)}, only for {names}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from datetime import timedelta
 
 import torch
@@ -13,13 +14,15 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from samestep.comm.base import Communicator
-from samestep.comm.c10d import C10dCommunicator
-from samestep.comm.checked import CheckedCommunicator
+from samestep.comm.group import GroupCommunicator
 from samestep.comm.ops import Reduction
 from samestep.errors import CommunicatorError, DeadlineError, MismatchError
 from samestep.world import World, require_backend
 
 __all__ = ["all_reduce", "communicator_for", "connect"]
+
+# Those of the groups that there are.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCommunicator] = weakref.WeakKeyDictionary()
 
 # torch counts the deadline of coming together in whole seconds, and tries once more after it.
 _GRACE_S = 3.0
@@ -28,7 +31,8 @@ _GRACE_S = 3.0
 def communicator_for(group: object = None) -> Communicator:
     """Return the fastest communicator for `group`: a torch.distributed process group, None for its default group.
 
-    A Communicator is returned as it is.
+    It is the same each time for the same group; see `GroupCommunicator` for how the transport is chosen. A Communicator
+    is returned as it is.
 
     Raises RuntimeError if there is no default group, TypeError for anything that is no group, ValueError if this
     process is not in it.
@@ -38,7 +42,12 @@ def communicator_for(group: object = None) -> Communicator:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in the process group it was given; use it on its member ranks only")
     if group is None or isinstance(group, dist.ProcessGroup):
-        return C10dCommunicator(group)
+        group = group or dist.group.WORLD
+        found = None if group is None else _communicators.get(group)
+        if found is None:
+            found = GroupCommunicator(group)
+            _communicators[found.group] = found
+        return found
     raise TypeError(f"expected a torch.distributed process group or a Communicator, got {type(group).__name__}")
 
 
@@ -70,7 +79,7 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
                 f"torch.distributed is already initialised as rank {there[0]} of {there[1]}, but the world is rank "
                 f"{world.rank} of {world.size}: call connect() instead of init_process_group(), or for the same world"
             )
-        return CheckedCommunicator(C10dCommunicator())
+        return GroupCommunicator(checked=True)
     require_backend(world.backend)
     if world.device.type == "cuda" and world.device.index is not None:
         torch.cuda.set_device(world.device)
@@ -84,7 +93,7 @@ def connect(world: World | None = None, *, timeout_s: float = 1800.0) -> Communi
         )
     except RuntimeError as error:
         raise _not_met(world, timeout_s, error) from error
-    return CheckedCommunicator(C10dCommunicator(owns_group=True))
+    return GroupCommunicator(owns_group=True, checked=True)
 
 
 def all_reduce(tensor: Tensor, reduction: Reduction = Reduction.SUM) -> Tensor:

@@ -16,15 +16,15 @@ __all__ = ["Bucket", "DenseBucket", "SparseBucket"]
 
 
 class DenseBucket:
-    """Gradients of dense parameters of one dtype and device, with `extra` elements of the same kind behind them.
+    """Gradients of dense parameters of one dtype and device, in `flat`, and elements of the same kind behind them.
 
     While a bucket is on its way its parameters have no gradient: one that arrives in between can neither disturb the
     exchange nor be lost unseen.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], extra: int = 0) -> None:
+    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         members = [parameters[i] for i in plan.indices]
-        self.flat = members[0].new_zeros(plan.numel + extra, requires_grad=False)
+        self.flat = flat
         self.gradients, self.tail = self.flat[: plan.numel], self.flat[plan.numel :]
         views = [_view(self.flat, offset, p) for offset, p in zip(plan.offsets, members, strict=True)]
         self.entries = list(zip(plan.indices, members, views, strict=True))

@@ -28,7 +28,7 @@ from samestep.errors import ReplicaError
 from samestep.parallel.arrivals import Arrivals, learned
 from samestep.parallel.bucket import Bucket, DenseBucket, SparseBucket
 from samestep.parallel.control import Control
-from samestep.parallel.plan import Parameter, complete_order, make_plan
+from samestep.parallel.plan import BucketPlan, Parameter, complete_order, make_plan
 from samestep.parallel.reduction import Exchange, plain_sum
 
 __all__ = ["Reducer"]
@@ -235,7 +235,7 @@ class Reducer:
         self._buckets: list[Bucket] = [
             SparseBucket(planned, self._parameters)
             if planned.sparse
-            else DenseBucket(planned, self._parameters, extra if planned is last else 0)
+            else DenseBucket(planned, self._parameters, self._memory(planned, extra if planned is last else 0))
             for planned in self._plan.buckets
         ]
         final = self._buckets[-1]
@@ -244,6 +244,12 @@ class Reducer:
             self._tail = final.tail
         else:
             self._tail = torch.zeros(self._control.length, device=self._communicator.device)
+
+    def _memory(self, planned: BucketPlan, extra: int) -> Tensor:
+        first = self._parameters[planned.indices[0]]
+        if self._expected is None or first.device.type != "cpu":  # before the order is known, buckets serve but once
+            return first.new_zeros(planned.numel + extra, requires_grad=False)
+        return self._communicator.empty((planned.numel + extra,), first.dtype)
 
     def _start_rest(self, *, failed: bool = False) -> None:
         while self._started < len(self._buckets):

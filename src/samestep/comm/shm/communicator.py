@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 
 from samestep.comm.base import Communicator, Work
+from samestep.comm.checked import CheckedCommunicator
 from samestep.comm.ops import AllReduce, Barrier, Op, Recv, Send, describe
 from samestep.comm.shm import exchanges
 from samestep.comm.shm.board import MASK, State, make_fence
 from samestep.comm.shm.gather import Shared, Unshared, share
-from samestep.comm.shm.header import decode, encode, place_in, same
-from samestep.comm.shm.room import ArenaTensor, Room, room_bytes
+from samestep.comm.shm.header import Place, decode, encode, place_in, same
+from samestep.comm.shm.room import Room, room_bytes
 from samestep.comm.shm.waiting import KINDS, Failure, Waiter
 from samestep.comm.shm.work import DelegatedWork, SharedWork
 from samestep.errors import CommunicatorError, MismatchError, SamestepError
@@ -29,6 +31,7 @@ _SLOT_BYTES = 2**20
 # All that there are in this process: while one waits, the others' exchanges go on.
 _living: weakref.WeakSet[ShmCommunicator] = weakref.WeakSet()
 _living_lock = threading.Lock()
+_knows_forks = False
 
 
 class ShmCommunicator(Communicator):
@@ -39,9 +42,9 @@ class ShmCommunicator(Communicator):
     CPU's memory go through `control`, and new groups begin there.
 
     An exchange begins in `start`, if none is under way before it: this rank's part is shown to the others. The rest
-    is done in `wait`, `done`, later exchanges' `wait`, and the waits of other groups of this class in this process,
-    always in the order of the calls to `start`. So works may be waited for in any order. One thread at a time drives
-    a group.
+    is done in `wait`, `done`, later exchanges' `start` and `wait`, and the waits of other groups of this class in this
+    process, always in the order of the calls to `start`. So works may be waited for in any order. One thread at a time
+    drives a group.
     """
 
     def __init__(self, control: Communicator, shared: Shared, timeout_s: float, slot_bytes: int) -> None:
@@ -57,9 +60,8 @@ class ShmCommunicator(Communicator):
         self._lock = threading.RLock()
         self._queue: deque[SharedWork] = deque()
         self._broken: tuple[type[CommunicatorError], str] | None = None
-        self._closed = False
-        with _living_lock:
-            _living.add(self)
+        self._closed = ""  # why
+        _live(self)
 
     @classmethod
     def gather(
@@ -79,22 +81,22 @@ class ShmCommunicator(Communicator):
         """Make a tensor in shared memory, of zeros; all ranks call it, with the same arguments.
 
         All-reduce works on it, and on contiguous parts of it, where it is, without copies. Where memory can't be had on
-        some rank, it is an ordinary tensor on all of them, for which everything works alike. The peers keep their view
-        of it until they close; the tensor itself stays good after that.
+        some rank, it is an ordinary tensor on all of them, for which everything works alike. It is given back when no
+        rank uses it any more; it stays good after `close`.
         """
         num_bytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
         shared = share(self, -(-num_bytes // 4096) * 4096)
         if isinstance(shared, Unshared):
             return torch.zeros(tuple(shape), dtype=dtype)
-        arena = ArenaTensor(shared.mappings, self.rank)
-        self._room.arena.append(arena)
-        return arena.own[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(tuple(shape))
+        own = self._room.add(shared.mappings)
+        return own[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def _start(self, op: Op) -> Work:
         with self._lock:
             self._raise_if_broken()
             if isinstance(op, Send | Recv) or not (isinstance(op, Barrier) or op.tensor.is_cpu):
                 return self._delegate(op)
+            self._advance()
             work = SharedWork(self, op)
             self._queue.append(work)
             if len(self._queue) == 1:
@@ -116,8 +118,7 @@ class ShmCommunicator(Communicator):
         """Carry on as far as is possible without waiting."""
         if self._lock.acquire(blocking=False):
             try:
-                while self._queue and self._waiter.all_reached(self._queue[0].needs):
-                    self._go_on(self._queue[0])
+                self._advance()
             finally:
                 self._lock.release()
 
@@ -128,21 +129,29 @@ class ShmCommunicator(Communicator):
                 meeting = self._queue[0].needs if self._queue else self._room.meeting + 1
                 self._break(Failure(state, str(error), False), meeting)
 
-    def close(self) -> None:
-        """Give back this rank's share of the memory; exchanges that it has not taken part in fail on the others."""
+    def close(self, why: str = "the communicator is closed") -> None:
+        """Give back this rank's share of the memory; exchanges that it has not taken part in fail on the others.
+
+        `why` is what whoever uses it later is told.
+        """
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = why
             with _living_lock:
                 _living.discard(self)
             self._leave(State.CLOSED, self._room.meeting + 1)
-            self._abandon(CommunicatorError(f"rank {self.rank} of {self.size}: the communicator is closed"))
-            self._room.close()
-            del self._waiter, self._own
+            self._let_go()
             owned, self._owned = self._owned, None
         if owned is not None:
             owned.close()
+
+    def forked(self) -> None:
+        """In a process forked from a rank, which is none: leave the rank's memory to it."""
+        self._lock = threading.RLock()  # the rank may have had it
+        if not self._closed:
+            self._closed = f"process {os.getpid()} was forked from this rank and is none itself: leave exchanges to it"
+            self._let_go()
 
     def _split(self, ranks: tuple[int, ...]) -> Communicator | None:
         part = self._control.split(ranks)
@@ -150,17 +159,19 @@ class ShmCommunicator(Communicator):
             return None
         made = ShmCommunicator.gather(part, timeout_s=self._timeout_s, slot_bytes=self._slot_bytes)
         if isinstance(made, Unshared):
-            return part
+            return CheckedCommunicator(part)
         made._owned = part
         return made
 
     # How an exchange goes on. All of it under the lock.
 
+    def _advance(self) -> None:
+        while self._queue and self._waiter.all_reached(self._queue[0].needs):
+            self._go_on(self._queue[0])
+
     def _begin(self, work: SharedWork) -> None:
         room, op = self._room, work.op
-        place = room.place(op.tensor) if room.arena and isinstance(op, AllReduce) else None
-        if place is not None and not exchanges.is_worth_a_place(op):
-            place = None
+        place = room.place(op.tensor) if exchanges.is_worth_a_place(op) else None
         meeting = room.meeting + 1
         work.header = encode(op, meeting & MASK, place)
         self._own.show(meeting & 1, work.header)
@@ -189,11 +200,16 @@ class ShmCommunicator(Communicator):
         if all(same(work.header, header) for header in headers):
             if work.meetings is None:
                 assert isinstance(work.op, AllReduce)
-                work.meetings = exchanges.reduce_in_place(room, work.op, [place_in(h) for h in headers])
+                work.meetings = self._where_it_lies(work.op, [place_in(h) for h in headers])
         elif len({decode(header).text for header in headers}) > 1:
             work.meetings = self._disagree(work.op)
         else:  # some have it in the arena, others not: once more, through the slots
             work.meetings = exchanges.exchange(room, work.op)
+
+    def _where_it_lies(self, op: AllReduce, places: Sequence[Place]) -> exchanges.Meetings:
+        if len({place.number for place in places}) > 1:  # a rank may have given up the memory that another one names
+            return exchanges.exchange(self._room, op)
+        return exchanges.reduce_in_place(self._room, op, places)
 
     def _resume(self, work: SharedWork) -> None:
         assert work.meetings is not None
@@ -244,7 +260,7 @@ class ShmCommunicator(Communicator):
 
     def _raise_if_broken(self) -> None:
         if self._closed:
-            raise CommunicatorError(f"{self._who()}: the communicator is closed")
+            raise CommunicatorError(f"{self._who()}: {self._closed}")
         if self._broken is not None:
             raise self._again()
 
@@ -268,6 +284,11 @@ class ShmCommunicator(Communicator):
             head.meetings, head.error, head.finished = None, error, True
         self._abandon(self._again())
 
+    def _let_go(self) -> None:
+        self._abandon(CommunicatorError(f"{self._who()}: {self._closed}"))
+        self._room.close()
+        del self._waiter, self._own
+
     def _abandon(self, error: SamestepError) -> None:
         for work in self._queue:
             work.meetings, work.error, work.finished = None, error, True
@@ -285,6 +306,23 @@ class ShmCommunicator(Communicator):
 
     def _name(self, op: Op) -> str:
         return f"{self._who()}, {describe(op)}"
+
+
+def _live(communicator: ShmCommunicator) -> None:
+    global _knows_forks
+    with _living_lock:
+        if not _knows_forks:
+            os.register_at_fork(after_in_child=_forked)
+            _knows_forks = True
+        _living.add(communicator)
+
+
+def _forked() -> None:
+    global _living_lock
+    _living_lock = threading.Lock()
+    for communicator in list(_living):
+        communicator.forked()
+    _living.clear()
 
 
 def _others_go_on(waiting: weakref.ref[ShmCommunicator]) -> bool:

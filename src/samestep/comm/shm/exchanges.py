@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def exchange(room: Room, op: Op) -> Meetings:
             raise AssertionError(f"{type(op).__name__} is no exchange of all ranks")
 
 
-def is_worth_a_place(op: Op) -> bool:
+def is_worth_a_place(op: Op) -> TypeGuard[AllReduce]:
     """Tell whether `op` could be done where its tensor lies, if that is in the arena."""
     return isinstance(op, AllReduce) and op.tensor.nbytes > _SMALL_BYTES
 

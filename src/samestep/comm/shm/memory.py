@@ -37,6 +37,10 @@ class Mapping:
         self.buffer: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
         weakref.finalize(self.buffer, _libc().munmap, address, num_bytes).atexit = False
 
+    def borrowed(self) -> Any:
+        """Return a buffer on the same memory that does not keep it mapped."""
+        return (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
+
     def bytes_view(self) -> memoryview:
         return memoryview(self.buffer).cast("B")
 

@@ -9,7 +9,10 @@ n - 1 - LAG knows that all have read n - 2 - 2 * LAG, and may write for n where 
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from samestep.comm.shm.board import BOARD_BYTES, Board
 from samestep.comm.shm.header import Place
 from samestep.comm.shm.memory import Mapping
 
-__all__ = ["ArenaTensor", "Room", "room_bytes"]
+__all__ = ["Room", "room_bytes"]
 
 LAG = 1
 NUM_SLOTS = 2 * LAG + 2
@@ -27,13 +30,15 @@ NUM_SLOTS = 2 * LAG + 2
 _MOST_VIEWS = 1024
 
 
-class ArenaTensor:
-    """Memory of the same length on every rank: `own` is this rank's, `bytes_of[r]` rank r's."""
+class _ArenaTensor:
+    """Memory of the same length on every rank: `bytes_of[r]` is rank r's.
+
+    It does not keep this rank's alive, which belongs to whoever the tensor was made for.
+    """
 
     def __init__(self, mappings: Sequence[Mapping], rank: int) -> None:
-        self.bytes_of = [_bytes(m) for m in mappings]
-        self.own = self.bytes_of[rank]
-        self.address = mappings[rank].address
+        self.bytes_of = [_bytes(m.buffer if r != rank else m.borrowed()) for r, m in enumerate(mappings)]
+        self.address, self.num_bytes = mappings[rank].address, mappings[rank].num_bytes
 
 
 def room_bytes(slot_bytes: int) -> int:
@@ -50,9 +55,12 @@ class Room:
         self.meeting = 0  # the number of the last one that this rank came to
         self._own, self._fence = self.boards[rank], fence
         self._peers = [board for r, board in enumerate(self.boards) if r != rank]
-        self.arena: list[ArenaTensor] = []
+        self._arena: dict[int, _ArenaTensor] = {}
+        self._num_made = 0
+        self._dropped: deque[int] = deque()
         self._slots = [
-            [_bytes(m)[BOARD_BYTES + turn * slot_bytes :][:slot_bytes] for turn in range(NUM_SLOTS)] for m in mappings
+            [_bytes(m.buffer)[BOARD_BYTES + turn * slot_bytes :][:slot_bytes] for turn in range(NUM_SLOTS)]
+            for m in mappings
         ]
         self._views: dict[tuple[object, ...], Tensor] = {}
         self._whole: dict[tuple[object, ...], list[Tensor]] = {}
@@ -98,12 +106,28 @@ class Room:
             self._whole[key] = found
         return found
 
+    def add(self, mappings: Sequence[Mapping]) -> Tensor:
+        """Take memory of each rank into the arena; return this rank's, as bytes. With the last tensor that uses it, it
+        leaves the arena again."""
+        number, mine = self._num_made, mappings[self.rank]
+        self._num_made += 1
+        self._arena[number] = _ArenaTensor(mappings, self.rank)
+        weakref.finalize(mine.buffer, self._dropped.append, number).atexit = False
+        return _bytes(mine.buffer)
+
+    @property
+    def num_arena_tensors(self) -> int:
+        """How many tensors the arena has."""
+        self._forget_dropped()
+        return len(self._arena)
+
     def place(self, tensor: Tensor) -> Place | None:
         """Return where in the arena `tensor`, which is contiguous, lies; None if elsewhere."""
-        if self.arena:
+        self._forget_dropped()
+        if self._arena:
             address = tensor.data_ptr()
-            for number, whole in enumerate(self.arena):
-                if 0 <= address - whole.address < len(whole.own):
+            for number, whole in self._arena.items():
+                if 0 <= address - whole.address < whole.num_bytes:
                     return Place(number, address - whole.address)
         return None
 
@@ -117,7 +141,7 @@ class Room:
         if found is None:
             size = dtype.itemsize
             whole = [
-                self.arena[p.number].bytes_of[r][p.offset + own.start * size : p.offset + own.stop * size].view(dtype)
+                self._arena[p.number].bytes_of[r][p.offset + own.start * size : p.offset + own.stop * size].view(dtype)
                 for r, p in enumerate(places)
             ]
             found = [list(piece) for piece in zip(*(w.split(most) for w in whole), strict=True)] if len(own) else []
@@ -128,11 +152,17 @@ class Room:
 
     def close(self) -> None:
         """Let go of all memory; what others hold of the arena stays."""
-        self.boards, self._peers, self._slots, self.arena = [], [], [], []
+        self.boards, self._peers, self._slots = [], [], []
+        self._arena.clear()
         del self._own
         self._views.clear()
         self._whole.clear()
         self._pieces.clear()
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            del self._arena[self._dropped.popleft()]
+            self._pieces.clear()
 
     def _view(self, turn: int, rank: int, dtype: torch.dtype, count: int, start: int) -> Tensor:
         key = (turn, rank, dtype, count, start)
@@ -146,5 +176,5 @@ class Room:
         return found
 
 
-def _bytes(mapping: Mapping) -> Tensor:
-    return torch.frombuffer(mapping.buffer, dtype=torch.uint8)
+def _bytes(buffer: Any) -> Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
