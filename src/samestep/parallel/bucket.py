@@ -15,6 +15,12 @@ from samestep.parallel.reduction import Exchange, sum_sparse
 __all__ = ["Bucket", "DenseBucket", "SparseBucket"]
 
 
+# From this number of elements on, a pass over the memory costs more than an operation of its own for the gradient
+# (75 gradients of a transformer, 3.7 MB: 1000 us one by one, 400 us together with one pass to scale them; 6 of 21 MB:
+# 3700 us one by one, 5900 us together).
+_LARGE = 2**15
+
+
 class DenseBucket:
     """Gradients of dense parameters of one dtype and device, in `flat`, and elements of the same kind behind them.
 
@@ -28,6 +34,14 @@ class DenseBucket:
         self.gradients, self.tail = self.flat[: plan.numel], self.flat[plan.numel :]
         views = [_view(self.flat, offset, p) for offset, p in zip(plan.offsets, members, strict=True)]
         self.entries = list(zip(plan.indices, members, views, strict=True))
+        self._stretches = [
+            (
+                [members[k] for k in run],
+                [views[k] for k in run],
+                flat[plan.offsets[run[0]] : _end(plan, members, run[-1])],
+            )
+            for run in _runs([p.numel() for p in members])
+        ]
         self._kept: dict[int, Tensor] = {}
         self._work: Work | None = None
 
@@ -42,23 +56,24 @@ class DenseBucket:
                 grad = parameter.grad
                 if grad is None:
                     used[index] = 0
-                    view.zero_()
-                    continue
-                if not used[index]:
-                    self._kept[index] = grad.clone()
-                if grad is view:
-                    if scale is not None:
-                        view.mul_(scale)
-                elif grad.layout != torch.strided:
+                    parameter.grad = view.zero_()
+                elif grad.layout is not torch.strided:
                     raise ReplicaError(
                         f"a gradient of shape {list(grad.shape)} is {grad.layout}, but its parameter was planned as "
                         "dense: build the layer with sparse=True before wrapping"
                     )
-                elif scale is None:
-                    view.copy_(grad)
+                elif not used[index]:
+                    self._kept[index] = grad.clone()
+            for parameters, views, stretch in self._stretches:
+                grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                if scale is not None and len(grads) == 1:
+                    torch.mul(grads[0], scale, out=views[0])
                 else:
-                    torch.mul(grad, scale, out=view)
-                parameter.grad = None
+                    torch._foreach_copy_(views, grads)
+                    if scale is not None:
+                        stretch.mul_(scale)
+                for parameter in parameters:
+                    parameter.grad = None
 
     def clear(self, used: bytearray) -> None:
         """Contribute nothing: zeros in place of this rank's gradients, which are dropped."""
@@ -144,6 +159,21 @@ class SparseBucket:
 
 
 Bucket = DenseBucket | SparseBucket
+
+
+def _runs(sizes: Sequence[int]) -> list[list[int]]:
+    """Divide what lies side by side: each large one by itself, small ones together."""
+    runs: list[list[int]] = []
+    for number, size in enumerate(sizes):
+        if runs and max(size, sizes[number - 1]) < _LARGE:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def _end(plan: BucketPlan, members: Sequence[Tensor], number: int) -> int:
+    return plan.offsets[number] + members[number].numel()
 
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
