@@ -6,8 +6,9 @@
 
 Each row is one size: the median over rounds, in microseconds, of what the slowest rank took for one sum. The ways take
 turns, round by round. "in place" is on a tensor in the shared arena. "copy" is one `tensor.copy_` of the same bytes,
-alone on rank 0: no all-reduce whose result is in every rank's own memory moves less. Ratios are Gloo's time over
-ours, and our time in place over the copy's.
+alone on rank 0: no all-reduce whose result is in every rank's own memory moves less. "copies" is the same on all ranks
+at once, who share the memory's bandwidth, and a core's caches where two of them run on one: what the machine allows.
+Ratios are Gloo's time over ours, and our time in place over the copy's and the copies'.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["main", "measure", "table"]
 
 SIZES = tuple(1024 * kib for kib in (1, 16, 256, 1024, 4096, 25600, 65536))
 _BYTES_A_ROUND = 80e6
-_RATIOS = ("gloo / shared", "gloo / in place", "in place / copy")
+_RATIOS = ("gloo / shared", "gloo / in place", "in place / copy", "in place / copies")
 
 
 def measure(control: Communicator, rounds: int, sizes: tuple[int, ...]) -> list[dict[str, float]]:
@@ -55,7 +56,8 @@ def _measure_size(control: Communicator, comm: ShmCommunicator, rounds: int, cou
         assert bool(tensor.eq(comm.size * (comm.size + 1) / 2).all()), "wrong sum"
         tensor.zero_()
     repeats = max(2, min(200, int(_BYTES_A_ROUND / (4 * count))))
-    times: dict[str, list[float]] = {name: [] for name in (*ways, "copy")}
+    copy = torch.ones(count).copy_
+    times: dict[str, list[float]] = {name: [] for name in (*ways, "copies", "copy")}
     for _ in range(rounds):
         for name, (call, tensor) in ways.items():
             control.barrier()
@@ -63,8 +65,10 @@ def _measure_size(control: Communicator, comm: ShmCommunicator, rounds: int, cou
             spent = torch.tensor(_timed(call, tensor, repeats))
             times[name].append(control.all_reduce(spent, Reduction.MAX).item())
         control.barrier()
+        spent = torch.tensor(_timed(copy, own, repeats))
+        times["copies"].append(control.all_reduce(spent, Reduction.MAX).item())
         if comm.rank == 0:
-            times["copy"].append(_timed(torch.ones(count).copy_, own, repeats))
+            times["copy"].append(_timed(copy, own, repeats))
         control.barrier()
     return {name: statistics.median(of_way) for name, of_way in times.items() if of_way}
 
@@ -78,10 +82,10 @@ def _timed(call: Callable[[Tensor], object], tensor: Tensor, repeats: int) -> fl
 
 def table(sizes: tuple[int, ...], results: list[dict[str, float]]) -> str:
     """Return the measurements as text, one row a size."""
-    rows = [f"{'KiB':>6}" + "".join(f"{name:>15}" for name in (*results[0], *_RATIOS))]
+    rows = [f"{'KiB':>6}" + "".join(f"{name:>18}" for name in (*results[0], *_RATIOS))]
     for num_bytes, us in zip(sizes, results, strict=True):
         ratios = [us[over] / us[under] for over, under in (name.split(" / ") for name in _RATIOS)]
-        numbers = [f"{x:>15.1f}" for x in us.values()] + [f"{x:>15.2f}" for x in ratios]
+        numbers = [f"{x:>18.1f}" for x in us.values()] + [f"{x:>18.2f}" for x in ratios]
         rows.append(f"{num_bytes // 1024:>6}{''.join(numbers)}")
     return "\n".join(rows)
 
