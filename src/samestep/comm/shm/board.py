@@ -3,7 +3,8 @@
 Every rank has one board, the first page of its memory. Each of its words has a cache line to itself:
 
     counter   how many meetings the rank has come to; it grows by one, and wraps around at 2**32
-    sleeping  1 while the rank sleeps, or is about to
+    sleeping  1 while the rank sleeps, or is about to; beside it, in the same line, the same of another thread, which
+              carries on with exchanges that nobody waits for
     state     0, or how the rank left: see `State`
     left at   the first meeting that the rank did not wait for to the end, once `state` says that it left
 
@@ -42,6 +43,7 @@ BOARD_BYTES = 4096
 MASK, HALF = 2**32 - 1, 2**31
 
 COUNTER, _SLEEPING, STATE, _LEFT_AT = 0, 16, 32, 48  # in words of 4 bytes: lines of 64 bytes
+_DOZING = _SLEEPING + 1
 _HEADERS, _HEADER_BYTES = (256, 1536), 1280
 _ERROR, _ERROR_BYTES = 2816, 1264  # the last 16 bytes of the page stay free
 
@@ -96,11 +98,15 @@ class Board:
 
     @property
     def sleeping(self) -> int:
-        return self.words[_SLEEPING]
+        return self.words[_SLEEPING] | self.words[_DOZING]
 
     @sleeping.setter
     def sleeping(self, value: int) -> None:
         self.words[_SLEEPING] = value
+
+    def doze(self, value: int) -> None:
+        """Say that a thread beside the one that waits sleeps (1), or does no more (0)."""
+        self.words[_DOZING] = value
 
     @property
     def state(self) -> State:

@@ -122,6 +122,28 @@ class ShmCommunicator(Communicator):
             finally:
                 self._lock.release()
 
+    def attend(self, most_s: float) -> None:
+        """Carry on with exchanges that nobody may wait for, and see whether that is in vain; then sleep up to `most_s`.
+
+        For a thread beside those that use the group, to be called again and again while exchanges are under way. The
+        sleep ends when a peer shows something, and keeps no other thread from the group.
+        """
+        if not self._lock.acquire(timeout=most_s):
+            return
+        try:
+            self._advance()
+            if not self._queue:
+                return
+            head, waiter = self._queue[0], self._waiter
+            target = head.needs
+            failure = waiter.look(target, self._fence, partial(self._name, head.op))
+            if failure is not None:
+                self._break(failure, target)
+                return
+        finally:
+            self._lock.release()
+        waiter.doze(target, most_s)
+
     def delegate_failed(self, error: CommunicatorError) -> None:
         state = next(s for s, kind in reversed(KINDS.items()) if isinstance(error, kind))
         with self._lock:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from samestep.comm.shm.board import COUNTER, HALF, MASK, STATE, Board, State
+from samestep.comm.shm.board import COUNTER, HALF, MASK, STATE, Board, State, make_fence
 from samestep.comm.shm.header import decode
 from samestep.comm.shm.kernel import is_alive
 from samestep.errors import CommunicatorError, DeadlineError, PeerLostError
@@ -42,6 +42,14 @@ class Failure:
         return KINDS[self.state](text)
 
 
+class _Vigil:
+    """A wait for a meeting: until when it lasts at most, and when to look at the peers next."""
+
+    def __init__(self, target: int, deadline: float) -> None:
+        self.target, self.deadline = target, deadline
+        self.look = time.monotonic() + _SLEEP_S
+
+
 class Waiter:
     """Waits, in the place of rank `rank`, for all others.
 
@@ -59,6 +67,7 @@ class Waiter:
     ) -> None:
         self._boards, self._rank, self._processes = boards, rank, processes
         self._timeout_s, self._idle = timeout_s, idle
+        self._vigil: _Vigil | None = None
         self._own = boards[rank]
         self._others = [board for r, board in enumerate(boards) if r != rank]
         self._words = [board.words for board in self._others]
@@ -92,6 +101,29 @@ class Waiter:
                     return failure
         return None
 
+    def look(self, target: int, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
+        """Find out, without waiting, why not all will come to the meeting `target`.
+
+        To be called again and again: the deadline counts from the first call for a meeting.
+        """
+        if self._vigil is None or self._vigil.target != target:
+            self._vigil = _Vigil(target, time.monotonic() + self._timeout_s)
+        return self._in_vain(self._vigil, fence, what)
+
+    def doze(self, target: int, most_s: float) -> None:
+        """Sleep up to `most_s`, until a rank that is missing at the meeting `target` shows something, or for no reason.
+
+        For a thread beside the one that waits. If there are several, they may miss what wakes them.
+        """
+        for board in self._others:
+            if not board.reached(target):
+                fence = make_fence()  # that of the group is its driver's
+                self._own.doze(1)
+                fence()
+                board.sleep(target, most_s)
+                self._own.doze(0)
+                return
+
     def _awake(self, words: memoryview, target: int) -> bool:
         for _ in range(self._offers):
             for _ in range(self._looks):
@@ -103,27 +135,31 @@ class Waiter:
     def _asleep(
         self, board: Board, target: int, deadline: float, fence: Callable[[], None], what: Callable[[], str]
     ) -> Failure | None:
-        look = time.monotonic() + _SLEEP_S
+        vigil = _Vigil(target, deadline)
         self._own.sleeping = 1
         fence()
         try:
             while not board.reached(target):
-                failure = self._left(target, fence, what) or self.given_up(target, fence)
+                failure = self._in_vain(vigil, fence, what)
                 if failure is not None:
                     return failure
                 nap = _NAP_S if self._idle() else _SLEEP_S
-                now = time.monotonic()
-                if now >= look:
-                    look = now + _SLEEP_S
-                    failure = self._dead(target, fence, what)
-                    if failure is not None:
-                        return failure
-                    if now >= deadline:
-                        return None if self.all_reached(target) else self._late(target, what)
-                board.sleep(target, max(0.0, min(nap, deadline - now)))
+                board.sleep(target, max(0.0, min(nap, deadline - time.monotonic())))
         finally:
             self._own.sleeping = 0
         return None
+
+    def _in_vain(self, vigil: _Vigil, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
+        """Find out why not all will come; whether they live and whether it is late is looked at now and then."""
+        target = vigil.target
+        failure = self._left(target, fence, what) or self.given_up(target, fence)
+        now = time.monotonic()
+        if failure is None and now >= vigil.look:
+            vigil.look = now + _SLEEP_S
+            failure = self._dead(target, fence, what)
+            if failure is None and now >= vigil.deadline and not self.all_reached(target):
+                failure = self._late(target, what)
+        return failure
 
     def _left(self, target: int, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
         """Find out whether a rank that is missing has closed its communicator, or has failed."""
