@@ -6,10 +6,14 @@
     accuracy = comm.all_reduce(torch.tensor(0.9), samestep.Reduction.MEAN)
 
 Names are loaded when they are first used, so that a launcher that only starts processes does not wait for torch.
+torch.distributed knows the backend "samestep" from then on that both it and this package have been imported.
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from samestep.after_import import after_import
 
 if TYPE_CHECKING:
     from samestep.comm.base import Communicator
@@ -56,3 +60,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _register_backend(c10d: ModuleType) -> None:
+    c10d.Backend.register_backend("samestep", _process_group, extended_api=True, devices=["cpu"])
+
+
+def _process_group(*given: Any) -> Any:
+    return import_module("samestep.comm.backend.group").SharedMemoryGroup(*given)
+
+
+# The one thing that happens at import: without it, init_process_group("samestep") could not find the backend. It
+# imports nothing, so it costs the launcher nothing, and works whichever of the two is imported first.
+after_import("torch.distributed.distributed_c10d", _register_backend)
