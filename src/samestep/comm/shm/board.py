@@ -65,8 +65,10 @@ def make_fence() -> Callable[[], None]:
     release, acquire = lock.release, lock.acquire
 
     def fence() -> None:
-        release()
-        acquire()
+        try:
+            release()
+        finally:  # also if a signal's handler raises in between
+            acquire()
 
     return fence
 
@@ -138,10 +140,6 @@ class Board:
     def header(self, turn: int, num_bytes: int = _HEADER_BYTES) -> memoryview:
         start = _HEADERS[turn]
         return self._bytes[start : start + num_bytes]
-
-    def close(self) -> None:
-        self.words.release()
-        self._bytes.release()
 
 
 def _fitted(text: str, num_bytes: int) -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.comm.base import Communicator
-from samestep.comm.shm.kernel import missing
+from samestep.comm.shm.kernel import free_bytes, missing
 from samestep.comm.shm.memory import Mapping, Offer, map_peer, offered
 
 __all__ = ["Shared", "Unshared", "refusal", "share"]
@@ -38,9 +39,13 @@ def share(control: Communicator, num_bytes: int) -> Shared | Unshared:
         offer, own, lacking = Offer(), None, missing()
         if not lacking:
             try:
+                _require_room(num_bytes, control.size)
                 offer, own = until_all_have_mapped.enter_context(offered(num_bytes))
             except OSError as error:
-                lacking = f"{num_bytes} bytes of memory to share could not be had ({error.strerror or error})"
+                why = error.strerror or error
+                lacking = f"{num_bytes} bytes of memory to share could not be had ({why})"
+                if error.filename is not None:
+                    lacking = f"{error.filename} cannot be read ({why})"
         offers: list[Offer] = control.all_gather_object(Offer(refusal=lacking) if lacking else offer)
         mappings, reason = _map_all(offers, own, control.rank)
         reasons: list[str] = control.all_gather_object(reason)
@@ -49,6 +54,13 @@ def share(control: Communicator, num_bytes: int) -> Shared | Unshared:
     if own is not None:
         own.clear_token()
     return Shared(mappings, tuple((o.pid, o.started) for o in offers))
+
+
+def _require_room(num_bytes: int, size: int) -> None:
+    """Raise OSError if there is not enough memory for all: Linux would look for some by ending processes."""
+    free = free_bytes()
+    if size * num_bytes > free:
+        raise OSError(errno.ENOMEM, f"the host has {free} bytes left for {size} ranks")
 
 
 def refusal(offers: Sequence[Offer], rank: int) -> str:

@@ -1,18 +1,20 @@
-"""What the waits ask of Linux: to sleep until a word in shared memory changes, and whether a process is alive."""
+"""What Linux is asked for: memory without a name, sleep until a word in it changes, and whether a process is alive."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import Callable
 
-__all__ = ["futex_wait", "futex_wake", "is_alive", "missing", "start_time"]
+__all__ = ["free_bytes", "futex_wait", "futex_wake", "is_alive", "memfd_create", "missing", "start_time"]
 
-# The architectures for which counters.py argues the order of memory accesses.
+# The architectures for which board.py argues the order of memory accesses.
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
+_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+_CLOSE_ON_EXEC = 1
 
 
 class _Timespec(ctypes.Structure):
@@ -26,6 +28,27 @@ def missing() -> str:
     if platform.machine() not in _FUTEX:
         return f"it knows the processors {' and '.join(_FUTEX)}, this is {platform.machine()}"
     return ""
+
+
+def free_bytes() -> int:
+    """Return how much memory this host could still give out. Raises OSError."""
+    with open("/proc/meminfo", "rb") as info:
+        known = (1024 * int(line.split()[1]) for line in info if line.startswith(b"MemAvailable:"))
+        return next(known, sys.maxsize)
+
+
+def memfd_create(name: str) -> int:
+    """Return a descriptor of new memory, closed on exec. Raises OSError.
+
+    Python has such a function only where it was built for a C library that has it, which conda's is not.
+    """
+    make = ctypes.CDLL(None, use_errno=True)["syscall"]
+    make.restype = ctypes.c_long
+    number = _MEMFD_CREATE[platform.machine()]
+    fd: int = make(ctypes.c_long(number), ctypes.c_char_p(name.encode()), ctypes.c_uint(_CLOSE_ON_EXEC))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 def futex_wait(address: int, value: int, timeout_s: float) -> None:
@@ -44,7 +67,10 @@ def futex_wake(address: int) -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """Return when process `pid` was started, in ticks since the boot; None if it has ended (or is only not reaped)."""
+    """Return when process `pid` was started, in ticks since the boot; None if it has ended (or is only not reaped).
+
+    Raises OSError if that cannot be found out.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()
@@ -56,10 +82,22 @@ def start_time(pid: int) -> int | None:
 def is_alive(pid: int, started: int) -> bool:
     """Tell whether the process that had the number `pid` and was started at `started` still runs.
 
-    If that cannot be found out, for lack of descriptors for example, it is taken to.
+    If that cannot be found out, it is taken to.
     """
-    with contextlib.suppress(OSError):
+    try:
         return start_time(pid) == started
+    except OSError:
+        return _has_program(pid)
+
+
+def _has_program(pid: int) -> bool:
+    """Tell, without a descriptor, whether process `pid` has a program: who has ended has none, reaped or not."""
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
     return True
 
 

@@ -10,18 +10,22 @@ import contextlib
 import ctypes
 import os
 import secrets
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.comm.shm.kernel import start_time
+from samestep.comm.shm.kernel import memfd_create, start_time
 
 __all__ = ["Mapping", "Offer", "here", "map_peer", "offered"]
 
 _PROT_READ_WRITE, _MAP_SHARED = 3, 1
 _TOKEN_BYTES = 16
+_NAME = "samestep"
+
+# What one call allocates, in milliseconds. When a signal comes, many a Linux gives back what the call has, and it begins
+# anew: a profiler's timer would keep a call that takes longer than its period from ever ending.
+_STEP_BYTES = 4 * 2**20
 
 
 class Mapping:
@@ -73,8 +77,8 @@ class Offer:
 
 def here() -> str:
     """Return what processes must have in common to see each other's memory: the kernel's boot and the pid namespace."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    with open("/proc/sys/kernel/random/boot_id", "rb") as boot:  # a codec might have to be loaded, from a file
+        return f"{boot.read().strip().decode()} {os.readlink('/proc/self/ns/pid')}"
 
 
 @contextlib.contextmanager
@@ -83,32 +87,39 @@ def offered(num_bytes: int) -> Iterator[tuple[Offer, Mapping]]:
 
     All pages are there from the beginning, so that a lack of memory is an error here and no SIGBUS later.
     """
-    if sys.platform != "linux":  # pragma: no cover
-        raise OSError("shared memory needs Linux")
-    fd = os.memfd_create("samestep", os.MFD_CLOEXEC)
+    fd = memfd_create(_NAME)
     try:
         os.fchmod(fd, 0o600)
-        os.posix_fallocate(fd, 0, num_bytes)
+        for start in range(0, num_bytes, _STEP_BYTES):
+            os.posix_fallocate(fd, start, min(_STEP_BYTES, num_bytes - start))
         mapping = Mapping(fd, num_bytes)
         token = mapping.set_token()
         pid = os.getpid()
         yield Offer(here(), os.geteuid(), pid, start_time(pid) or -1, fd, num_bytes, token), mapping
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # closed by somebody else meanwhile; peers could not map it then
+            os.close(fd)
 
 
 def map_peer(offer: Offer) -> Mapping:
     """Map what another rank of this host offered. Raises OSError if that cannot be, or is something else by now."""
-    fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+    path = f"/proc/{offer.pid}/fd/{offer.fd}"
+    if f"memfd:{_NAME}" not in os.readlink(path):  # to open just anything might do something
+        raise _other(offer)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != offer.num_bytes:
-            raise OSError(f"process {offer.pid} has something else under its descriptor {offer.fd}")
+            raise _other(offer)
         mapping = Mapping(fd, offer.num_bytes)
     finally:
         os.close(fd)
     if mapping.token != offer.token:
-        raise OSError(f"process {offer.pid} has something else under its descriptor {offer.fd}")
+        raise _other(offer)
     return mapping
+
+
+def _other(offer: Offer) -> OSError:
+    return OSError(f"process {offer.pid} has something else under its descriptor {offer.fd}")
 
 
 def _libc() -> ctypes.CDLL:
