@@ -82,7 +82,8 @@ class ShmCommunicator(Communicator):
 
         All-reduce works on it, and on contiguous parts of it, where it is, without copies. Where memory can't be had on
         some rank, it is an ordinary tensor on all of them, for which everything works alike. It is given back when no
-        rank uses it any more; it stays good after `close`.
+        rank uses it any more; it stays good after `close`. After an error of the group take another one: a peer that
+        learns of it later may still write a result to this one.
         """
         num_bytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
         shared = share(self, -(-num_bytes // 4096) * 4096)
@@ -93,10 +94,10 @@ class ShmCommunicator(Communicator):
 
     def _start(self, op: Op) -> Work:
         with self._lock:
+            self._advance()
             self._raise_if_broken()
             if isinstance(op, Send | Recv) or not (isinstance(op, Barrier) or op.tensor.is_cpu):
                 return self._delegate(op)
-            self._advance()
             work = SharedWork(self, op)
             self._queue.append(work)
             if len(self._queue) == 1:
@@ -115,10 +116,15 @@ class ShmCommunicator(Communicator):
                 self._go_on(head)
 
     def poll(self) -> None:
-        """Carry on as far as is possible without waiting."""
+        """Carry on as far as is possible without waiting; notice if the rest will never be."""
         if self._lock.acquire(blocking=False):
             try:
                 self._advance()
+                if self._queue:
+                    head = self._queue[0]
+                    failure = self._waiter.look(head.needs, self._fence, partial(self._name, head.op))
+                    if failure is not None:
+                        self._break(failure, head.needs)
             finally:
                 self._lock.release()
 
@@ -176,10 +182,19 @@ class ShmCommunicator(Communicator):
             self._let_go()
 
     def _split(self, ranks: tuple[int, ...]) -> Communicator | None:
-        part = self._control.split(ranks)
-        if part is None:
-            return None
-        made = ShmCommunicator.gather(part, timeout_s=self._timeout_s, slot_bytes=self._slot_bytes)
+        try:
+            part = self._control.split(ranks)
+            return None if part is None else self._gather_part(part)
+        except CommunicatorError as error:
+            self.delegate_failed(error)
+            raise
+
+    def _gather_part(self, part: Communicator) -> Communicator:
+        try:
+            made = ShmCommunicator.gather(part, timeout_s=self._timeout_s, slot_bytes=self._slot_bytes)
+        except BaseException:
+            part.close()
+            raise
         if isinstance(made, Unshared):
             return CheckedCommunicator(part)
         made._owned = part
@@ -193,27 +208,46 @@ class ShmCommunicator(Communicator):
 
     def _begin(self, work: SharedWork) -> None:
         room, op = self._room, work.op
-        place = room.place(op.tensor) if exchanges.is_worth_a_place(op) else None
-        meeting = room.meeting + 1
-        work.header = encode(op, meeting & MASK, place)
-        self._own.show(meeting & 1, work.header)
-        if place is None:
-            work.meetings = exchanges.exchange(room, op)
-            self._resume(work)
-        else:
-            work.needs = room.come()
+        try:
+            place = room.place(op.tensor) if exchanges.is_worth_a_place(op) else None
+            meeting = room.meeting + 1
+            work.header = encode(op, meeting & MASK, place)
+            self._own.show(meeting & 1, work.header)
+            if place is None:
+                work.meetings = exchanges.exchange(room, op)
+                self._resume(work)
+            else:
+                work.needs = room.come()
+        except BaseException as error:
+            if not self._fail(work, error):
+                raise
 
     def _go_on(self, work: SharedWork) -> None:
         """Do what follows the meeting to which all have come."""
-        self._fence()
-        failure = self._waiter.given_up(work.needs, self._fence)
-        if failure is not None:
-            self._break(failure, work.needs)
-            return
-        if work.fresh:
-            work.fresh = False
-            self._compare(work)
-        self._resume(work)
+        try:
+            self._fence()
+            failure = self._waiter.given_up(work.needs, self._fence)
+            if failure is not None:
+                self._break(failure, work.needs)
+                return
+            if work.fresh:
+                work.fresh = False
+                self._compare(work)
+            self._resume(work)
+        except BaseException as error:
+            if not self._fail(work, error):
+                raise
+
+    def _fail(self, work: SharedWork, error: BaseException) -> bool:
+        """End the group, as this rank can't do its part; tell whether `error` is thus told to those who wait for it.
+
+        It is not if a signal's handler raised it.
+        """
+        if self._broken is not None:
+            return False
+        said = f"{self._name(work.op)}: {type(error).__name__}: {error}"
+        self._break(Failure(State.FAILED, said, False), self._room.meeting + 1, error)
+        return isinstance(error, Exception)
 
     def _compare(self, work: SharedWork) -> None:
         """See that all ranks ask for the same, and take the way that this needs."""
@@ -244,11 +278,6 @@ class ShmCommunicator(Communicator):
             self._resume(work)
         except MismatchError as error:
             self._finish(work, error)
-        except BaseException as error:
-            said = f"{self._name(work.op)}: {type(error).__name__}: {error}"
-            self._break(Failure(State.FAILED, said, False), self._room.meeting + 1, error)
-            if not isinstance(error, Exception):
-                raise
 
     def _disagree(self, op: Op) -> exchanges.Meetings:
         room = self._room
@@ -266,8 +295,8 @@ class ShmCommunicator(Communicator):
         raise MismatchError(f"ranks ask for different exchanges; make the same call on every rank:{''.join(lines)}")
 
     def _finish(self, work: SharedWork, error: SamestepError | None = None) -> None:
-        self._queue.popleft()
         work.meetings, work.error, work.finished = None, error, True
+        self._queue.popleft()
         if self._queue:
             self._begin(self._queue[0])
 

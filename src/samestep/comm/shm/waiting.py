@@ -42,14 +42,6 @@ class Failure:
         return KINDS[self.state](text)
 
 
-class _Vigil:
-    """A wait for a meeting: until when it lasts at most, and when to look at the peers next."""
-
-    def __init__(self, target: int, deadline: float) -> None:
-        self.target, self.deadline = target, deadline
-        self.look = time.monotonic() + _SLEEP_S
-
-
 class Waiter:
     """Waits, in the place of rank `rank`, for all others.
 
@@ -67,8 +59,8 @@ class Waiter:
     ) -> None:
         self._boards, self._rank, self._processes = boards, rank, processes
         self._timeout_s, self._idle = timeout_s, idle
-        self._vigil: _Vigil | None = None
         self._own = boards[rank]
+        self._awaited, self._next_look, self._deadline = -1, 0.0, 0.0
         self._others = [board for r, board in enumerate(boards) if r != rank]
         self._words = [board.words for board in self._others]
         crowded = len(boards) > len(os.sched_getaffinity(0))
@@ -92,23 +84,31 @@ class Waiter:
 
     def wait(self, target: int, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
         """Return once all have come to the meeting `target`, or why not all will; `what` says what for."""
-        deadline = 0.0
         for words, board in zip(self._words, self._others, strict=True):
             if (words[COUNTER] - target) & MASK >= HALF and not self._awake(words, target):
-                deadline = deadline or time.monotonic() + self._timeout_s
-                failure = self._asleep(board, target, deadline, fence, what)
+                failure = self._asleep(board, target, fence, what)
                 if failure is not None:
                     return failure
         return None
 
     def look(self, target: int, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
-        """Find out, without waiting, why not all will come to the meeting `target`.
+        """Return why not all will come to the meeting `target`, if that can be told by now, without waiting.
 
-        To be called again and again: the deadline counts from the first call for a meeting.
+        The deadline counts from the first look for a meeting.
         """
-        if self._vigil is None or self._vigil.target != target:
-            self._vigil = _Vigil(target, time.monotonic() + self._timeout_s)
-        return self._in_vain(self._vigil, fence, what)
+        failure = self._left(target, fence, what) or self.given_up(target, fence)
+        if failure is not None:
+            return failure
+        now = time.monotonic()
+        if target != self._awaited:
+            self._awaited, self._next_look, self._deadline = target, now + _SLEEP_S, now + self._timeout_s
+        if now < min(self._next_look, self._deadline):
+            return None
+        self._next_look = now + _SLEEP_S
+        failure = self._dead(target, fence, what)
+        if failure is None and now >= self._deadline and not self.all_reached(target):
+            return self._late(target, what)
+        return failure
 
     def doze(self, target: int, most_s: float) -> None:
         """Sleep up to `most_s`, until a rank that is missing at the meeting `target` shows something, or for no reason.
@@ -132,34 +132,19 @@ class Waiter:
             os.sched_yield()
         return False
 
-    def _asleep(
-        self, board: Board, target: int, deadline: float, fence: Callable[[], None], what: Callable[[], str]
-    ) -> Failure | None:
-        vigil = _Vigil(target, deadline)
+    def _asleep(self, board: Board, target: int, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
         self._own.sleeping = 1
         fence()
         try:
             while not board.reached(target):
-                failure = self._in_vain(vigil, fence, what)
+                failure = self.look(target, fence, what)
                 if failure is not None:
                     return failure
                 nap = _NAP_S if self._idle() else _SLEEP_S
-                board.sleep(target, max(0.0, min(nap, deadline - time.monotonic())))
+                board.sleep(target, max(0.0, min(nap, self._deadline - time.monotonic())))
         finally:
             self._own.sleeping = 0
         return None
-
-    def _in_vain(self, vigil: _Vigil, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
-        """Find out why not all will come; whether they live and whether it is late is looked at now and then."""
-        target = vigil.target
-        failure = self._left(target, fence, what) or self.given_up(target, fence)
-        now = time.monotonic()
-        if failure is None and now >= vigil.look:
-            vigil.look = now + _SLEEP_S
-            failure = self._dead(target, fence, what)
-            if failure is None and now >= vigil.deadline and not self.all_reached(target):
-                failure = self._late(target, what)
-        return failure
 
     def _left(self, target: int, fence: Callable[[], None], what: Callable[[], str]) -> Failure | None:
         """Find out whether a rank that is missing has closed its communicator, or has failed."""
