@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 import signal
 from collections.abc import Callable
@@ -193,25 +192,6 @@ def run_out_of_memory(control: Communicator) -> str:
         assert bool((tensor == 3).all())
         assert isinstance(made, Unshared), made
         return made.reason
-
-
-def add_often(control: Communicator, times: int, seed: int) -> None:
-    """Many small sums, all checked, with delays that differ from rank to rank; a missing barrier would show."""
-    dice = random.Random(seed + control.rank)
-    with gathered(control, slot_bytes=4096) as comm:
-        small = [torch.empty(n, dtype=torch.int64) for n in (1, 3, 64, 257)]
-        pieces = torch.empty(3000, dtype=torch.int64)
-        ranks = sum(range(comm.size))
-        for turn in range(times):
-            tensor = pieces if turn % 40 == 0 else small[turn % 4]
-            tensor.fill_(turn * comm.size + comm.rank)
-            if dice.random() < 0.02:
-                for _ in range(dice.randrange(2000)):
-                    pass
-            comm.start(AllReduce(tensor)).wait()
-            expected = turn * comm.size * comm.size + ranks
-            if not bool((tensor == expected).all()):
-                raise AssertionError(f"rank {comm.rank}, sum {turn}: expected {expected}, got {tensor.tolist()}")
 
 
 def make_and_close(control: Communicator, times: int, splits: bool) -> tuple[tuple[int, int], tuple[int, int]]:
