@@ -161,6 +161,22 @@ def miss_the_deadline(_: Communicator) -> str:
     return said
 
 
+def evaluate_and_train(_: Communicator) -> None:
+    """What is made in inference mode serves outside of it, and the other way round."""
+    comm = communicator_for()
+    model = DistributedDataParallel(nn.Linear(300, 300))
+    sizes = (7, 70_000, 90_300 + 302 + 2)
+    for turn in range(3):
+        with torch.inference_mode(turn != 1):
+            arena = [comm.empty((size,)) for size in sizes]
+            for tensor in (*arena, *map(torch.ones, sizes), torch.ones(7, dtype=torch.bfloat16)):
+                assert bool((comm.all_reduce(tensor.fill_(comm.rank)) == 1).all())
+            assert comm.all_gather_object(turn) == [turn, turn]
+        for tensor in arena:
+            assert bool((comm.all_reduce(tensor) == 2).all())
+        model(torch.ones(2, 300)).sum().backward()
+
+
 def maps_of_shared_memory() -> int:
     return sum("memfd:samestep" in line for line in Path("/proc/self/maps").read_text().splitlines())
 

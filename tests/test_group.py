@@ -38,6 +38,10 @@ def test_memory_of_buckets_is_given_back() -> None:
     assert run_processes(group_ranks.buckets_come_and_go, 2, 4) == [[3, 3, 3, 3, 0]] * 2
 
 
+def test_inference_mode_leaves_no_trace() -> None:
+    run_processes(group_ranks.evaluate_and_train, 2)
+
+
 def test_the_deadline_is_the_groups() -> None:
     said, _ = run_processes(group_ranks.miss_the_deadline, 2)
     assert "did not come within 1 s" in said

@@ -19,7 +19,7 @@ from samestep.comm.shm import exchanges
 from samestep.comm.shm.board import MASK, State, make_fence
 from samestep.comm.shm.gather import Shared, Unshared, share
 from samestep.comm.shm.header import Place, decode, encode, place_in, same
-from samestep.comm.shm.room import Room, room_bytes
+from samestep.comm.shm.room import Room, in_dtype, room_bytes
 from samestep.comm.shm.waiting import KINDS, Failure, Waiter
 from samestep.comm.shm.work import DelegatedWork, SharedWork
 from samestep.errors import CommunicatorError, MismatchError, SamestepError
@@ -90,7 +90,7 @@ class ShmCommunicator(Communicator):
         if isinstance(shared, Unshared):
             return torch.zeros(tuple(shape), dtype=dtype)
         own = self._room.add(shared.mappings)
-        return own[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(tuple(shape))
+        return in_dtype(own[: torch.Size(shape).numel() * dtype.itemsize], dtype).view(tuple(shape))
 
     def _start(self, op: Op) -> Work:
         with self._lock:

@@ -23,8 +23,8 @@ _PROT_READ_WRITE, _MAP_SHARED = 3, 1
 _TOKEN_BYTES = 16
 _NAME = "samestep"
 
-# What one call allocates, in milliseconds. When a signal comes, many a Linux gives back what the call has, and begins it
-# anew: a profiler's timer would keep a call that takes longer than its period from ever ending.
+# What one call allocates, in milliseconds. When a signal comes, many a Linux gives back what the call has, and begins
+# it anew: a profiler's timer would keep a call that takes longer than its period from ever ending.
 _STEP_BYTES = 4 * 2**20
 
 

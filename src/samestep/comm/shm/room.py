@@ -21,7 +21,7 @@ from samestep.comm.shm.board import BOARD_BYTES, Board
 from samestep.comm.shm.header import Place
 from samestep.comm.shm.memory import Mapping
 
-__all__ = ["Room", "room_bytes"]
+__all__ = ["Room", "in_dtype", "room_bytes"]
 
 LAG = 1
 NUM_SLOTS = 2 * LAG + 2
@@ -141,7 +141,9 @@ class Room:
         if found is None:
             size = dtype.itemsize
             whole = [
-                self._arena[p.number].bytes_of[r][p.offset + own.start * size : p.offset + own.stop * size].view(dtype)
+                in_dtype(
+                    self._arena[p.number].bytes_of[r][p.offset + own.start * size : p.offset + own.stop * size], dtype
+                )
                 for r, p in enumerate(places)
             ]
             found = [list(piece) for piece in zip(*(w.split(most) for w in whole), strict=True)] if len(own) else []
@@ -169,12 +171,19 @@ class Room:
         found = self._views.get(key)
         if found is None:
             size = dtype.itemsize
-            found = self._slots[rank][turn][start * size : (start + count) * size].view(dtype)
+            found = in_dtype(self._slots[rank][turn][start * size : (start + count) * size], dtype)
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             self._views[key] = found
         return found
 
 
+def in_dtype(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """View bytes as another dtype. Such a view made in inference mode could not be written to outside of it."""
+    with torch.inference_mode(False):
+        return flat.view(dtype)
+
+
 def _bytes(buffer: Any) -> Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+    with torch.inference_mode(False):
+        return torch.frombuffer(buffer, dtype=torch.uint8)
