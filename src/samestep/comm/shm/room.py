@@ -163,7 +163,7 @@ class Room:
 
     def _forget_dropped(self) -> None:
         while self._dropped:
-            del self._arena[self._dropped.popleft()]
+            self._arena.pop(self._dropped.popleft(), None)  # closing has let go of all
             self._pieces.clear()
 
     def _view(self, turn: int, rank: int, dtype: torch.dtype, count: int, start: int) -> Tensor:
