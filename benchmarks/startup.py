@@ -87,8 +87,10 @@ def measure(launcher: Sequence[str], num_workers: int, folder: Path, limit_s: fl
     script = place / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, *launcher, "--nproc-per-node", str(num_workers), str(script), str(place)]
-    # Launchers choose different numbers of threads; that is not what is measured.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Launchers choose different numbers of threads; that is not what is measured. Nor is how long Python compiles the
+    # files of a package that is not installed: with this variable it would do that at each start, and for ours alone.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["OMP_NUM_THREADS"] = "1"
     with (place / "output").open("wb") as output:
         began = time.monotonic()
         process = subprocess.Popen(
