@@ -11,8 +11,10 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+from samestep.errors import LaunchError
 from samestep.launch.guard import watch_from
 from samestep.launch.kernel import die_with_parent, name_process
+from samestep.launch.preload import preload
 from samestep.launch.script import be_script, forget_shadowed, places_of_modules, prepare
 from samestep.launch.wants import wanted
 from samestep.world import set_environment
@@ -58,8 +60,9 @@ def _load(argv: Sequence[str], at_start: Collection[str]) -> None:
     forget_shadowed(places, at_start)
     sys.path[:0] = places
     try:
-        for name in wanted(argv):
-            __import__(name)
+        preload(wanted(argv))
+    except LaunchError as e:
+        sys.exit(str(e))
     except BaseException:  # noqa: BLE001 - the script meets the same, and shows it to its user
         os._exit(_CANT_LOAD)
     del sys.path[: len(places)]
@@ -88,7 +91,7 @@ def _fork(count: int, launcher: int) -> int | None:
             if os.fork() == 0:
                 return _adopted(number, between, launcher)
     except OSError as e:
-        print(f"samestep: no process could be forked: {e.strerror}", file=sys.stderr, flush=True)
+        print(f"no process could be forked: {e.strerror}", file=sys.stderr, flush=True)
         if not between:
             return None
     os._exit(0)

@@ -11,6 +11,9 @@ __all__ = ["wanted"]
 
 # Whoever imports one of these needs torch.
 _ON_TORCH = frozenset({"accelerate", "lightning", "pytorch_lightning", "samestep", "timm", "torch", "transformers"})
+# The first optimizer imports this, and so does torch's DistributedDataParallel.
+_LATER = "torch._dynamo"
+_SIGNS = ("optim", "DistributedDataParallel")
 # What changes the environment, or where modules are found; reading either is no such thing.
 _WRITES = re.compile(
     r"environ(b?\[[^\]]*\]\s*=[^=]|\.(setdefault|update|pop|clear)\b)|\bputenv\b|\bunsetenv\b|\bload_dotenv\b"
@@ -21,17 +24,19 @@ _MAX_FILES, _MAX_BYTES = 200, 1 << 20
 
 
 def wanted(argv: Sequence[str]) -> list[str]:
-    """Returns the names of modules to import for `script args` or `-m module args`.
+    """Returns the names of modules that `script args` or `-m module args` will import: torch, and maybe its dynamo.
 
     Files of the script's own that it imports are looked at too. What can't be found or read is passed over: Python
-    will say so when it runs. Nothing is to be imported for a script that may change the environment, or where modules
-    are found, before it imports torch: torch reads variables then.
+    will say so when it runs. Nothing is named for a script that may change the environment, or where modules are
+    found, before it imports torch: torch reads variables then. Dynamo is not named if it may change them at all.
     """
     sources = list(_sources(argv))
     names = {name.partition(".")[0] for source in sources for name in _imports(source)}
     if not names & _ON_TORCH or any(_sets_the_stage(source) for source in sources):
         return []
-    return ["torch"]
+    writes = any(_WRITES.search(source) for source in sources)
+    takes_steps = any(sign in source for source in sources for sign in _SIGNS)
+    return ["torch", _LATER] if takes_steps and not writes else ["torch"]
 
 
 def _sources(argv: Sequence[str]) -> Iterable[str]:
