@@ -90,7 +90,7 @@ def measure(launcher: Sequence[str], num_workers: int, folder: Path, limit_s: fl
     # Launchers choose different numbers of threads; that is not what is measured. Nor is how long Python compiles the
     # files of a package that is not installed: with this variable it would do that at each start, and for ours alone.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment.update(OMP_NUM_THREADS="1", TMPDIR=str(place))  # torchrun leaves a folder behind
     with (place / "output").open("wb") as output:
         began = time.monotonic()
         process = subprocess.Popen(
