@@ -34,6 +34,7 @@ rank = int(os.environ["RANK"])
 if "stubborn" in sys.argv and rank == 0:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+tempfile.tempdir = os.environ["TMPDIR"]  # else Python tries the folder with a file that a kill may leave behind
 kept = tempfile.TemporaryFile()
 child = subprocess.Popen(["sleep", "100000"])
 number = 0
