@@ -5,7 +5,7 @@
     benchmarks/stress_shm.py --sums 3000000 --ranks 8 --seed 1
     benchmarks/stress_shm.py --seconds 150              # as many as it makes in that time, and says how many
 
-A memory barrier that is missing, or a piece of memory that is used again too early, is a wrong sum, which ends it with
+Data that are read before they are there, or memory that is used again too early, make a wrong sum, which ends it with
 the rank, the number of the sum and the element.
 """
 

@@ -1,4 +1,4 @@
-"""Sums of shared memory under stress: a barrier that is missing, or a slot that is used again too early, shows."""
+"""Sums of shared memory under stress: data read before they are there, or slots used again too early, show."""
 
 from __future__ import annotations
 

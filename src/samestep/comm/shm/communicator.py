@@ -119,12 +119,7 @@ class ShmCommunicator(Communicator):
         """Carry on as far as is possible without waiting; notice if the rest will never be."""
         if self._lock.acquire(blocking=False):
             try:
-                self._advance()
-                if self._queue:
-                    head = self._queue[0]
-                    failure = self._waiter.look(head.needs, self._fence, partial(self._name, head.op))
-                    if failure is not None:
-                        self._break(failure, head.needs)
+                self._carry_on()
             finally:
                 self._lock.release()
 
@@ -137,15 +132,10 @@ class ShmCommunicator(Communicator):
         if not self._lock.acquire(timeout=most_s):
             return
         try:
-            self._advance()
-            if not self._queue:
+            target = self._carry_on()
+            if target is None:
                 return
-            head, waiter = self._queue[0], self._waiter
-            target = head.needs
-            failure = waiter.look(target, self._fence, partial(self._name, head.op))
-            if failure is not None:
-                self._break(failure, target)
-                return
+            waiter = self._waiter
         finally:
             self._lock.release()
         waiter.doze(target, most_s)
@@ -205,6 +195,18 @@ class ShmCommunicator(Communicator):
     def _advance(self) -> None:
         while self._queue and self._waiter.all_reached(self._queue[0].needs):
             self._go_on(self._queue[0])
+
+    def _carry_on(self) -> int | None:
+        """Go as far as is possible without waiting; return the meeting that is waited for, unless that is in vain."""
+        self._advance()
+        if not self._queue:
+            return None
+        head = self._queue[0]
+        failure = self._waiter.look(head.needs, self._fence, partial(self._name, head.op))
+        if failure is None:
+            return head.needs
+        self._break(failure, head.needs)
+        return None
 
     def _begin(self, work: SharedWork) -> None:
         room, op = self._room, work.op
