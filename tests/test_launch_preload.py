@@ -56,6 +56,10 @@ def fake_torch(folder: Path, **modules: str) -> None:
     (folder / "sympy.py").touch()
 
 
+def lines_of(run: Run) -> list[str]:
+    return [line for line in run.lines(run.err) if "log files" not in line]
+
+
 def test_dynamo_is_left_to_the_script_and_half_of_what_it_needs_is_not(tmp_path: Path) -> None:
     with Run(tmp_path, LOOK + "note('there')\nwait_for('go')" + STEP, *FORK) as run:
         run.wait_for("there")
@@ -87,7 +91,19 @@ def test_a_torch_that_imports_dynamo_too_early_is_left_to_fresh_interpreters(tmp
     with Run(tmp_path, LOOK + OPTIMIZER, *FORK) as run:
         assert run.wait() == 0
     assert run.out.read_text() == "[False, False, False, False, False]\n"
-    assert [line for line in run.lines(run.err) if "log files" not in line] == [
+    assert lines_of(run) == [
         "samestep: torch._dynamo would be imported before the script joins its group",
         "samestep: the zygote exited with code 1; workers to come are started as fresh interpreters",
+    ]
+
+
+def test_what_the_zygote_writes_in_pieces_is_shown_in_whole_lines(tmp_path: Path) -> None:
+    pieces = "import os, time\nos.write(2, b'half ')\ntime.sleep(0.3)\nos.write(2, b'a line\\nits end')\nos._exit(7)"
+    fake_torch(tmp_path, distributed="", distributed__tensor=pieces)
+    with Run(tmp_path, OPTIMIZER, *FORK) as run:
+        assert run.wait() == 0
+    assert lines_of(run) == [
+        "samestep: half a line",
+        "samestep: its end",
+        "samestep: the zygote exited with code 7; workers to come are started as fresh interpreters",
     ]

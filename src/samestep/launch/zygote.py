@@ -40,6 +40,7 @@ class Zygote:
         self._spawner: Starter = Spawner(guard)
         self._process: subprocess.Popen[bytes] | None = None
         self._output = -1
+        self._begun_line = b""
         self._is_loaded = False
         self._notes: list[str] = []
         if adopt_orphans():
@@ -55,7 +56,7 @@ class Zygote:
 
     def look(self) -> list[str]:
         """Takes what the zygote says: that it has loaded torch, warnings on the way, or nothing for ever."""
-        lines = self._read_output()
+        self._read_output()
         if self._process is not None and not self._is_loaded:
             with contextlib.suppress(BlockingIOError):
                 self._is_loaded = bool(self._socket.recv(1, socket.MSG_DONTWAIT))
@@ -66,7 +67,7 @@ class Zygote:
         elif self._process is not None and self._process.poll() is not None:
             self._end()
         notes, self._notes = self._notes, []
-        return [*lines, *notes]
+        return notes
 
     def start(self, spec: LaunchSpec, local_ranks: Sequence[int]) -> Iterator[Worker]:
         waiting = list(local_ranks)
@@ -141,13 +142,17 @@ class Zygote:
             for birth, local_rank in zip(births, local_ranks, strict=True):
                 yield Worker(spec.ranks[local_rank], local_rank, birth.pid(), birth.pipes.take())
 
-    def _read_output(self) -> list[str]:
+    def _read_output(self, *, is_last: bool = False) -> None:
+        """Notes the whole lines of what it has written, which come in pieces; the last need not have an end."""
         if self._process is None:
-            return []
-        try:
-            return os.read(self._output, 1 << 16).decode(errors="replace").splitlines()
-        except BlockingIOError:
-            return []
+            return
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._output, 1 << 16):
+                *lines, self._begun_line = (self._begun_line + data).split(b"\n")
+                self._notes.extend(line.decode(errors="replace") for line in lines)
+        if is_last and self._begun_line:
+            self._notes.append(self._begun_line.decode(errors="replace"))
+            self._begun_line = b""
 
     def _end(self) -> None:
         """Sees to it that there is no zygote; notes how it ended if that was not by this."""
@@ -159,6 +164,7 @@ class Zygote:
         self._guard.forget(self._process.pid)
         self._process.wait()
         self._socket.close()
+        self._read_output(is_last=True)
         os.close(self._output)
         self._process, self._is_loaded = None, False
         if code not in (None, _CANT_LOAD):
