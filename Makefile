@@ -25,7 +25,7 @@ format: $(READY)
 clean:
 	rm -rf .venv build dist
 
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock pyproject.toml setup.py src/samestep/comm/shm/_kernels.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "samestep needs Python 3.10 or newer, this is %s: make PYTHON=python3.12" % sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock

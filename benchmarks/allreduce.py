@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""All-reduce between processes of one machine: Gloo, shared memory, shared memory in place, and one copy, side by side.
+"""All-reduce between processes of one machine: Gloo, shared memory, and one copy, side by side.
 
     benchmarks/allreduce.py                             # 2 ranks, 1 KiB to 64 MiB
     benchmarks/allreduce.py --ranks 4 --rounds 9
 
 Each row is one size: the median over rounds, in microseconds, of what the slowest rank took for one sum. The ways take
-turns, round by round. "in place" is on a tensor in the shared arena. "copy" is one `tensor.copy_` of the same bytes,
+turns, round by round. "in place" is on a tensor in the shared arena; "python" and "python in place" are the same
+without compiled loops (where there are none, all are alike). "copy" is one `tensor.copy_` of the same bytes,
 alone on rank 0: no all-reduce whose result is in every rank's own memory moves less. "copies" is the same on all ranks
 at once, who share the memory's bandwidth, and a core's caches where two of them run on one: what the machine allows.
 Ratios are Gloo's time over ours, and our time in place over the copy's and the copies'.
@@ -32,23 +33,32 @@ __all__ = ["main", "measure", "table"]
 SIZES = tuple(1024 * kib for kib in (1, 16, 256, 1024, 4096, 25600, 65536))
 _BYTES_A_ROUND = 80e6
 _RATIOS = ("gloo / shared", "gloo / in place", "in place / copy", "in place / copies")
+_WIDTH = 18
 
 
 def measure(control: Communicator, rounds: int, sizes: tuple[int, ...]) -> list[dict[str, float]]:
     """Return, for each size in bytes, the median time of each way in microseconds; every rank calls it."""
-    comm = ShmCommunicator.gather(control)
+    with _shared(control, kernels=True) as comm, _shared(control, kernels=False) as python:
+        return [_measure_size(control, comm, python, rounds, num_bytes // 4) for num_bytes in sizes]
+
+
+def _shared(control: Communicator, *, kernels: bool) -> ShmCommunicator:
+    comm = ShmCommunicator.gather(control, kernels=kernels)
     if not isinstance(comm, ShmCommunicator):
         raise SystemExit(f"no shared memory between these ranks: {comm.reason}")
-    with comm:
-        return [_measure_size(control, comm, rounds, num_bytes // 4) for num_bytes in sizes]
+    return comm
 
 
-def _measure_size(control: Communicator, comm: ShmCommunicator, rounds: int, count: int) -> dict[str, float]:
-    own, arena = torch.zeros(count), comm.empty((count,))
+def _measure_size(
+    control: Communicator, comm: ShmCommunicator, python: ShmCommunicator, rounds: int, count: int
+) -> dict[str, float]:
+    own = torch.zeros(count)
     ways: dict[str, tuple[Callable[[Tensor], object], Tensor]] = {
         "gloo": (control.all_reduce, own),
         "shared": (comm.all_reduce, own),
-        "in place": (comm.all_reduce, arena),
+        "in place": (comm.all_reduce, comm.empty((count,))),
+        "python": (python.all_reduce, own),
+        "python in place": (python.all_reduce, python.empty((count,))),
     }
     for call, tensor in ways.values():
         tensor.fill_(comm.rank + 1.0)
@@ -82,10 +92,10 @@ def _timed(call: Callable[[Tensor], object], tensor: Tensor, repeats: int) -> fl
 
 def table(sizes: tuple[int, ...], results: list[dict[str, float]]) -> str:
     """Return the measurements as text, one row a size."""
-    rows = [f"{'KiB':>6}" + "".join(f"{name:>18}" for name in (*results[0], *_RATIOS))]
+    rows = [f"{'KiB':>6}" + "".join(f"{name:>{_WIDTH}}" for name in (*results[0], *_RATIOS))]
     for num_bytes, us in zip(sizes, results, strict=True):
         ratios = [us[over] / us[under] for over, under in (name.split(" / ") for name in _RATIOS)]
-        numbers = [f"{x:>18.1f}" for x in us.values()] + [f"{x:>18.2f}" for x in ratios]
+        numbers = [f"{x:>{_WIDTH}.1f}" for x in us.values()] + [f"{x:>{_WIDTH}.2f}" for x in ratios]
         rows.append(f"{num_bytes // 1024:>6}{''.join(numbers)}")
     return "\n".join(rows)
 

@@ -65,8 +65,8 @@ def conform_without_memory(plain: Communicator) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def _refusing(reason: str) -> Callable[[Communicator, int], Unshared]:
-    def share(control: Communicator, _: int) -> Unshared:
+def _refusing(reason: str) -> Callable[..., Unshared]:
+    def share(control: Communicator, *_: int) -> Unshared:
         return Unshared(next(filter(None, control.all_gather_object(reason))))
 
     return share

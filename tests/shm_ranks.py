@@ -24,14 +24,16 @@ VICTIM = comm_ranks.VICTIM
 SLOT_BYTES = 2**20
 
 
-def gathered(control: Communicator, timeout_s: float = 30.0, slot_bytes: int = SLOT_BYTES) -> ShmCommunicator:
-    made = ShmCommunicator.gather(control, timeout_s=timeout_s, slot_bytes=slot_bytes)
+def gathered(
+    control: Communicator, timeout_s: float = 30.0, slot_bytes: int = SLOT_BYTES, *, kernels: bool = True
+) -> ShmCommunicator:
+    made = ShmCommunicator.gather(control, timeout_s=timeout_s, slot_bytes=slot_bytes, kernels=kernels)
     assert isinstance(made, ShmCommunicator), made
     return made
 
 
-def conform(control: Communicator, slot_bytes: int = SLOT_BYTES) -> None:
-    with gathered(control, slot_bytes=slot_bytes) as comm:
+def conform(control: Communicator, slot_bytes: int = SLOT_BYTES, kernels: bool = True) -> None:
+    with gathered(control, slot_bytes=slot_bytes, kernels=kernels) as comm:
         check_communicator(comm)
         check_mismatch(comm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ import torch
 
 from samestep.comm.base import Communicator
 from samestep.comm.ops import AllReduce, Barrier, Reduction
-from samestep.comm.shm import gather, kernel
+from samestep.comm.shm import gather, kernel, kernels
 from samestep.comm.shm.communicator import ShmCommunicator
 from samestep.comm.shm.gather import Unshared, refusal
 from samestep.comm.shm.memory import Mapping, Offer
@@ -28,8 +29,23 @@ def test_processes_conform(size: int) -> None:
     run_processes(shm_ranks.conform, size)
 
 
-def test_pieces_of_a_small_slot_conform() -> None:
-    run_processes(shm_ranks.conform, 3, 4096)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_pieces_of_a_small_slot_conform(compiled: bool) -> None:
+    run_processes(shm_ranks.conform, 3, 4096, compiled)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler")
+def test_the_loops_are_compiled_where_there_is_a_compiler() -> None:
+    assert kernels.VERSION > 0
+
+
+def test_the_loops_are_used_by_all_ranks_or_by_none() -> None:
+    def main(control: Communicator) -> None:
+        with shm_ranks.gathered(control, kernels=control.rank != 1) as comm:
+            assert not comm._room.kernels
+            assert bool((comm.all_reduce(torch.ones(100_000)) == 3).all())
+
+    run_threads(main, 3)
 
 
 def test_a_subgroup_conforms() -> None:
@@ -48,11 +64,17 @@ def test_memory_that_one_rank_cannot_have() -> None:
     assert first == second == "rank 1: 134221824 bytes of memory to share could not be had (Cannot allocate memory)"
 
 
-def _both(test: Callable[[ShmCommunicator], None], size: int, slot_bytes: int = shm_ranks.SLOT_BYTES) -> None:
+def _both(
+    test: Callable[[ShmCommunicator], None],
+    size: int,
+    slot_bytes: int = shm_ranks.SLOT_BYTES,
+    *,
+    compiled: bool = True,
+) -> None:
     """Run `test` in threads, each a rank that shares memory with the others."""
 
     def main(control: Communicator) -> None:
-        with shm_ranks.gathered(control, slot_bytes=slot_bytes) as comm:
+        with shm_ranks.gathered(control, slot_bytes=slot_bytes, kernels=compiled) as comm:
             test(comm)
 
     run_threads(main, size)
@@ -60,6 +82,7 @@ def _both(test: Callable[[ShmCommunicator], None], size: int, slot_bytes: int = 
 
 _REDUCTIONS = {
     torch.float32: (Reduction.SUM, Reduction.MEAN, Reduction.PRODUCT, Reduction.MAX),
+    torch.float64: (Reduction.SUM, Reduction.MEAN),
     torch.bfloat16: (Reduction.SUM, Reduction.MEAN, Reduction.PRODUCT),
     torch.float16: (Reduction.SUM, Reduction.MIN),
     torch.complex64: (Reduction.SUM, Reduction.MEAN),
@@ -90,7 +113,8 @@ def _in_rank_order(parts: list[torch.Tensor], reduction: Reduction) -> torch.Ten
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("slot_bytes", [4096, shm_ranks.SLOT_BYTES])
-def test_all_ways_give_the_bits_of_a_sum_in_rank_order(size: int, slot_bytes: int) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_all_ways_give_the_bits_of_a_sum_in_rank_order(size: int, slot_bytes: int, compiled: bool) -> None:
     def test(comm: ShmCommunicator) -> None:
         for dtype, reductions in _REDUCTIONS.items():
             arena = comm.empty((100_003,), dtype)
@@ -108,7 +132,24 @@ def test_all_ways_give_the_bits_of_a_sum_in_rank_order(size: int, slot_bytes: in
                             reduction,
                         )
 
-    _both(test, size, slot_bytes)
+    _both(test, size, slot_bytes, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_scale_is_applied_once_before_the_sum_in_every_way(compiled: bool) -> None:
+    def test(comm: ShmCommunicator) -> None:
+        scales = [0.1, 1.0, 1 / 3]
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+            arena = comm.empty((100_003,), dtype)
+            mixed = arena if comm.rank == 0 else torch.empty(100_003, dtype=dtype)
+            parts = [_numbers(rank, 100_003, dtype) * scale for rank, scale in enumerate(scales)]
+            expected = _in_rank_order(parts, Reduction.SUM)
+            for where in (arena, mixed, torch.empty(100_003, dtype=dtype)):
+                where.copy_(_numbers(comm.rank, 100_003, dtype))
+                comm.start(AllReduce(where, scale=scales[comm.rank])).wait()
+                assert torch.equal(where, expected), dtype
+
+    _both(test, 3, 4096, compiled=compiled)
 
 
 def test_a_tensor_in_the_arena_is_reduced_where_it_is() -> None:

@@ -10,6 +10,7 @@ import operator
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -75,6 +76,7 @@ class Communicator(ABC):
     rank: int
     size: int
     device: torch.device
+    _scales = False  # whether `_start` sees to the `scale` of an all-reduce
 
     @final
     def start(self, op: Op) -> Work:
@@ -87,7 +89,11 @@ class Communicator(ABC):
         check(op, self.rank, self.size)
         if isinstance(op, Send | Recv) and op.peer == self.rank:
             raise ValueError(f"rank {self.rank}: {describe(op)} is to itself; copy the tensor instead")
-        return self._start(detached(op))
+        op = detached(op)
+        if not self._scales and isinstance(op, AllReduce) and op.scale != 1.0:
+            op.tensor.mul_(op.scale)
+            op = replace(op, scale=1.0)
+        return self._start(op)
 
     @abstractmethod
     def _start(self, op: Op) -> Work: ...

@@ -21,6 +21,8 @@ class CheckedCommunicator(Communicator):
     exchange per operation. Sends and receives pass unchecked.
     """
 
+    _scales = True
+
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device

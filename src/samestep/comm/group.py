@@ -54,7 +54,9 @@ class GroupCommunicator(Communicator):
     def _start(self, op: Op) -> Work:
         if isinstance(op, Send | Recv):
             return self._plain._start(op)
-        self._start = self._decided()._start  # type: ignore[method-assign]  # from now on without a detour
+        decided = self._decided()
+        self._scales = decided._scales
+        self._start = decided._start  # type: ignore[method-assign]  # from now on without a detour
         return self._start(op)
 
     def _split(self, ranks: tuple[int, ...]) -> Communicator | None:

@@ -63,10 +63,14 @@ _REDUCIBLE = {
 
 @dataclass(frozen=True, eq=False)
 class AllReduce:
-    """Reduce `tensor` over all ranks, element by element, in place; every rank gets the same bits."""
+    """Reduce `tensor` over all ranks, element by element, in place; every rank gets the same bits.
+
+    Before that each rank multiplies its numbers by its own `scale` (floats and complex numbers only).
+    """
 
     tensor: Tensor
     reduction: Reduction = Reduction.SUM
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +214,10 @@ def _check(op: Op, size: int) -> None:
                 raise ValueError(f"{describe(op)}: rank {peer} is not among the {size} ranks 0 to {size - 1}")
             if not (isinstance(op, Broadcast) or 0 <= op.tag < _NUM_TAGS):
                 raise ValueError(f"{describe(op)}: expected a tag from 0 to {_NUM_TAGS - 1}")
-        case AllReduce(tensor=tensor, reduction=reduction):
+        case AllReduce(tensor=tensor, reduction=reduction, scale=scale):
             _check_reduction(op, tensor.dtype, reduction)
+            if scale != 1.0 and not (tensor.is_floating_point() or tensor.is_complex()):
+                raise ValueError(f"{describe(op)}: a scale ({scale:g}) is not defined for {_name(tensor.dtype)}")
         case ReduceScatter(output=output, tensor=tensor, reduction=reduction):
             _check_reduction(op, tensor.dtype, reduction)
             _check_sizes(op, whole=tensor, part=output, size=size)
@@ -223,14 +229,14 @@ def _check(op: Op, size: int) -> None:
             pass
 
 
-_KINDS: dict[str, type] = {"reduction": Reduction, "source": int, "peer": int, "tag": int}
+_KINDS: dict[str, type] = {"reduction": Reduction, "scale": float, "source": int, "peer": int, "tag": int}
 _FIELDS = {kind: [f.name for f in fields(kind)] for kind in _NAMES}
 _SETTINGS = {kind: [(name, _KINDS[name]) for name in names if name in _KINDS] for kind, names in _FIELDS.items()}
 _TENSORS = {kind: [name for name in names if name in ("tensor", "output")] for kind, names in _FIELDS.items()}
 
 
 def _article(kind: type) -> str:
-    return "an integer" if kind is int else f"a {kind.__name__}, such as {kind.__name__}.SUM,"
+    return {int: "an integer", float: "a float"}.get(kind, f"a {kind.__name__}, such as {kind.__name__}.SUM,")
 
 
 def _tensors(op: Op) -> list[tuple[str, Tensor]]:

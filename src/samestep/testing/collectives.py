@@ -28,6 +28,17 @@ def all_reduce_takes_every_dtype(comm: Communicator) -> None:
         _same(comm, what, result, tensor)
 
 
+def each_rank_scales_its_own_numbers(comm: Communicator) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        parts = torch.stack([part * 2.0**rank for rank, part in enumerate(samples(comm, (3, 5), dtype))])
+        tensor = sample(comm, (3, 5), dtype)
+        comm.start(AllReduce(tensor, scale=2.0**comm.rank)).wait()
+        expect(comm, f"all_reduce(sum) of scaled {name(tensor)}", tensor, total(parts, Reduction.SUM))
+    whole = sample(comm, (3,), torch.int16)
+    refused(comm, "a scale of int16", partial(comm.start, AllReduce(whole, scale=0.5)), ValueError)
+    expect(comm, "a tensor with a refused scale", whole, sample(comm, (3,), torch.int16))
+
+
 def reduce_scatter_gives_each_rank_its_rows(comm: Communicator) -> None:
     for reduction, dtype in _defined():
         for rows in (0, 1, 3):
@@ -214,6 +225,7 @@ def all_ranks_get_the_same_bits(comm: Communicator) -> None:
 
 PROMISES: tuple[Callable[[Communicator], None], ...] = (
     all_reduce_takes_every_dtype,
+    each_rank_scales_its_own_numbers,
     reduce_scatter_gives_each_rank_its_rows,
     undefined_reductions_are_refused,
     broadcast_copies_from_every_source,

@@ -14,7 +14,8 @@ from samestep.comm.ops import AllReduce
 __all__ = ["check_sums"]
 
 # Elements of int64 and how often, in turns of a hundred: one meeting each; several pieces of a small slot; more than
-# 64 KiB, which three ranks and more add range by range, and where it is if it lies in the arena.
+# 64 KiB, which three ranks and more add range by range, and where it is if it lies in the arena. As many of float64,
+# which compiled loops add if there are some.
 _SMALL = (1, 3, 64, 257)
 _PIECES, _LARGE = 3000, 9000
 # Delays are loops of up to so many turns: shorter than a waiter looks before it sleeps, and longer.
@@ -50,12 +51,14 @@ class _Tensors:
     pieces: Tensor
     large: Tensor
     arena: Tensor
+    floats: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, comm: Communicator) -> _Tensors:
         small = [torch.empty(count, dtype=torch.int64) for count in _SMALL]
         pieces, large = (torch.empty(count, dtype=torch.int64) for count in (_PIECES, _LARGE))
-        return cls(small, pieces, large, comm.empty((_LARGE,), torch.int64))
+        floats = torch.empty(_LARGE, dtype=torch.float64), comm.empty((_LARGE,), torch.float64)
+        return cls(small, pieces, large, comm.empty((_LARGE,), torch.int64), floats)
 
     def at(self, turn: int) -> Tensor:
         match turn % 100:
@@ -65,6 +68,8 @@ class _Tensors:
                 return self.large
             case 21 | 66 | 67:
                 return self.arena
+            case 34 | 51 | 52 | 81:
+                return self.floats[turn % 2]
             case _:
                 return self.small[turn % len(self.small)]
 

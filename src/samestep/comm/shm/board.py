@@ -42,8 +42,8 @@ __all__ = ["Board", "State", "make_fence"]
 BOARD_BYTES = 4096
 MASK, HALF = 2**32 - 1, 2**31
 
-COUNTER, _SLEEPING, STATE, _LEFT_AT = 0, 16, 32, 48  # in words of 4 bytes: lines of 64 bytes
-_DOZING = _SLEEPING + 1
+COUNTER, SLEEPING, STATE, _LEFT_AT = 0, 16, 32, 48  # in words of 4 bytes: lines of 64 bytes
+DOZING = SLEEPING + 1
 _HEADERS, _HEADER_BYTES = (256, 1536), 1280
 _ERROR, _ERROR_BYTES = 2816, 1264  # the last 16 bytes of the page stay free
 
@@ -100,15 +100,15 @@ class Board:
 
     @property
     def sleeping(self) -> int:
-        return self.words[_SLEEPING] | self.words[_DOZING]
+        return self.words[SLEEPING] | self.words[DOZING]
 
     @sleeping.setter
     def sleeping(self, value: int) -> None:
-        self.words[_SLEEPING] = value
+        self.words[SLEEPING] = value
 
     def doze(self, value: int) -> None:
         """Say that a thread beside the one that waits sleeps (1), or does no more (0)."""
-        self.words[_DOZING] = value
+        self.words[DOZING] = value
 
     @property
     def state(self) -> State:

@@ -19,6 +19,7 @@ from samestep.comm.shm import exchanges
 from samestep.comm.shm.board import MASK, State, make_fence
 from samestep.comm.shm.gather import Shared, Unshared, share
 from samestep.comm.shm.header import Place, decode, encode, place_in, same
+from samestep.comm.shm.kernels import version_for
 from samestep.comm.shm.room import Room, in_dtype, room_bytes
 from samestep.comm.shm.waiting import KINDS, Failure, Waiter
 from samestep.comm.shm.work import DelegatedWork, SharedWork
@@ -47,12 +48,14 @@ class ShmCommunicator(Communicator):
     drives a group.
     """
 
+    _scales = True
+
     def __init__(self, control: Communicator, shared: Shared, timeout_s: float, slot_bytes: int) -> None:
         self.rank, self.size, self.device = control.rank, control.size, torch.device("cpu")
         self._control, self._timeout_s, self._slot_bytes = control, timeout_s, slot_bytes
         self._owned: Communicator | None = None
         self._fence = make_fence()
-        self._room = Room(shared.mappings, self.rank, slot_bytes, self._fence)
+        self._room = Room(shared.mappings, self.rank, slot_bytes, self._fence, shared.kernels)
         self._own = self._room.boards[self.rank]
         self._waiter = Waiter(
             self._room.boards, self.rank, shared.processes, timeout_s, partial(_others_go_on, weakref.ref(self))
@@ -65,16 +68,22 @@ class ShmCommunicator(Communicator):
 
     @classmethod
     def gather(
-        cls, control: Communicator, *, timeout_s: float = 1800.0, slot_bytes: int = _SLOT_BYTES
+        cls,
+        control: Communicator,
+        *,
+        timeout_s: float = 1800.0,
+        slot_bytes: int = _SLOT_BYTES,
+        kernels: bool = True,
     ) -> ShmCommunicator | Unshared:
         """Make a communicator of `control`'s ranks, if all of them can map each other's memory; else say why not.
 
         All ranks call it, and get the same answer. `timeout_s` is the deadline of every exchange, in seconds: how long
         one rank waits for the others. Each rank needs four times `slot_bytes` of memory (at least 4096; rounded up to
-        pages); large tensors go through in pieces. `control` must stay open, and is not closed by this one.
+        pages); large tensors go through in pieces. `kernels` allows compiled loops, which are used if all ranks have
+        them; sums have the same bits without. `control` must stay open, and is not closed by this one.
         """
         slot_bytes = -(-max(slot_bytes, 4096) // 4096) * 4096
-        shared = share(control, room_bytes(slot_bytes))
+        shared = share(control, room_bytes(slot_bytes), version_for(control.size) if kernels else 0)
         return shared if isinstance(shared, Unshared) else cls(control, shared, timeout_s, slot_bytes)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -181,7 +190,9 @@ class ShmCommunicator(Communicator):
 
     def _gather_part(self, part: Communicator) -> Communicator:
         try:
-            made = ShmCommunicator.gather(part, timeout_s=self._timeout_s, slot_bytes=self._slot_bytes)
+            made = ShmCommunicator.gather(
+                part, timeout_s=self._timeout_s, slot_bytes=self._slot_bytes, kernels=self._room.kernels
+            )
         except BaseException:
             part.close()
             raise
@@ -212,6 +223,7 @@ class ShmCommunicator(Communicator):
         room, op = self._room, work.op
         try:
             place = room.place(op.tensor) if exchanges.is_worth_a_place(op) else None
+            op = work.op = exchanges.scaled(room, op, place)
             meeting = room.meeting + 1
             work.header = encode(op, meeting & MASK, place)
             self._own.show(meeting & 1, work.header)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -28,11 +29,13 @@ from torch import Tensor
 
 from samestep.comm.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Op, ReduceScatter, Reduction
 from samestep.comm.ordered import element_range
+from samestep.comm.shm import kernels
+from samestep.comm.shm.board import MASK
 from samestep.comm.shm.header import Place
 from samestep.comm.shm.reduce import reduce_into
 from samestep.comm.shm.room import LAG, Room
 
-__all__ = ["Disagreement", "Meetings", "exchange", "is_worth_a_place", "reduce_in_place"]
+__all__ = ["Disagreement", "Meetings", "exchange", "is_worth_a_place", "reduce_in_place", "scaled"]
 
 Meetings = Generator[int, None, None]
 
@@ -41,6 +44,8 @@ _SMALL_BYTES = 64 * 1024
 # The most that a piece of the first way has: larger ones leave the second-level cache, smaller ones cost more in Python
 # (64 MiB on 2 ranks took 22.7 ms of CPU time with 256 KiB, 19.8 with 512 KiB, 19.0 with 1 MiB; 256 KiB 143, 92, 96 us).
 _PIECE_BYTES = 512 * 1024
+# The same where the loop over pieces is compiled.
+_COMPILED_PIECE_BYTES = 128 * 1024
 # The same for one rank's part of a piece in the way that needs no copy.
 _IN_PLACE_BYTES = 128 * 1024
 # From this number of ranks on, larger tensors are added range by range.
@@ -55,7 +60,7 @@ def exchange(room: Room, op: Op) -> Meetings:
     """Return the meetings that `op` takes."""
     match op:
         case AllReduce():
-            return _all_reduce(room, op.tensor, op.reduction)
+            return _all_reduce(room, op)
         case Broadcast(tensor=tensor, source=source):
             return _broadcast(room, tensor.view(-1), source)
         case AllGather(output=output, tensor=tensor):
@@ -75,10 +80,23 @@ def is_worth_a_place(op: Op) -> TypeGuard[AllReduce]:
     return isinstance(op, AllReduce) and op.tensor.nbytes > _SMALL_BYTES
 
 
+def scaled(room: Room, op: Op, place: Place | None) -> Op:
+    """Multiply what `op` has by its scale, unless that is done on the way."""
+    if not isinstance(op, AllReduce) or op.scale == 1.0 or (place is None and _is_compiled(room, op)):
+        return op
+    op.tensor.mul_(op.scale)
+    return replace(op, scale=1.0)
+
+
 def reduce_in_place(room: Room, op: AllReduce, places: Sequence[Place]) -> Meetings:
     """Reduce tensors that lie at `places` of the arena, one of each rank; all have met, so all are ready."""
     dtype = op.tensor.dtype
     own = element_range(op.tensor.numel(), room.size, room.rank)
+    if room.kernels and kernels.serve(op):
+        addresses = room.addresses(places, own.start * dtype.itemsize)
+        kernels.reduce_all(addresses, len(own), dtype.itemsize, kernels.divisor_of(op, room.size))
+        yield room.come()
+        return
     for parts in room.pieces(places, dtype, own, max(1, _IN_PLACE_BYTES // dtype.itemsize)):
         first, *others = parts
         reduce_into(first, parts, op.reduction)
@@ -91,8 +109,10 @@ def _meet(room: Room) -> Meetings:
     yield room.come()
 
 
-def _all_reduce(room: Room, tensor: Tensor, reduction: Reduction) -> Meetings:
-    num_bytes = tensor.nbytes
+def _all_reduce(room: Room, op: AllReduce) -> Meetings:
+    tensor, reduction, num_bytes = op.tensor, op.reduction, op.tensor.nbytes
+    if _is_compiled(room, op):
+        return _reduce_compiled(room, op)
     if num_bytes > _SMALL_BYTES and room.size >= _MANY_RANKS:
         return _reduce_by_range(room, tensor.view(-1), reduction)
     if num_bytes > _PIECE_BYTES or num_bytes > room.slot_bytes:
@@ -121,6 +141,37 @@ def _reduce_pieces(room: Room, flat: Tensor, reduction: Reduction) -> Meetings:
         _reduce_shown(room, met, piece, reduction)
 
     return _stream(room, _pieces(flat, min(_PIECE_BYTES, room.slot_bytes) // flat.element_size()), show, take)
+
+
+def _is_compiled(room: Room, op: AllReduce) -> bool:
+    return room.kernels and op.tensor.nbytes > _SMALL_BYTES and kernels.serve(op)
+
+
+def _reduce_compiled(room: Room, op: AllReduce) -> Meetings:
+    """The first way, with the loop over the pieces compiled; it yields where a peer is not there at once."""
+    tensor, item_bytes = op.tensor, op.tensor.element_size()
+    piece = min(_COMPILED_PIECE_BYTES, room.slot_bytes) // item_bytes
+    num_pieces, first = -(-tensor.numel() // piece), room.meeting + 1
+    shown = taken = 0
+    while True:
+        shown, taken = kernels.stream(
+            room.board_addresses,
+            room.rank,
+            room.slot_bytes,
+            tensor.data_ptr(),
+            tensor.numel(),
+            item_bytes,
+            op.scale,
+            kernels.divisor_of(op, room.size),
+            piece,
+            first & MASK,
+            shown,
+            taken,
+        )
+        room.meeting = first + shown - 1
+        if taken == num_pieces:
+            return
+        yield first + taken
 
 
 def _reduce_by_range(room: Room, flat: Tensor, reduction: Reduction) -> Meetings:

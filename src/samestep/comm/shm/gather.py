@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samestep.comm.base import Communicator
 from samestep.comm.shm.kernel import free_bytes, missing
@@ -27,9 +27,10 @@ class Shared:
 
     mappings: tuple[Mapping, ...]
     processes: tuple[tuple[int, int], ...]
+    kernels: bool  # whether all have, and want to use, the same compiled loops
 
 
-def share(control: Communicator, num_bytes: int) -> Shared | Unshared:
+def share(control: Communicator, num_bytes: int, kernels: int = 0) -> Shared | Unshared:
     """Offer `num_bytes` of zeros to each other and map what the others offer; all ranks of `control` call it.
 
     Two exchanges of `control`: one of the offers, one of how mapping them went. Memory of which some rank could not map
@@ -46,14 +47,17 @@ def share(control: Communicator, num_bytes: int) -> Shared | Unshared:
                 lacking = f"{num_bytes} bytes of memory to share could not be had ({why})"
                 if error.filename is not None:
                     lacking = f"{error.filename} cannot be read ({why})"
-        offers: list[Offer] = control.all_gather_object(Offer(refusal=lacking) if lacking else offer)
+        offers: list[Offer] = control.all_gather_object(
+            Offer(refusal=lacking) if lacking else replace(offer, kernels=kernels)
+        )
         mappings, reason = _map_all(offers, own, control.rank)
         reasons: list[str] = control.all_gather_object(reason)
     for reason in filter(None, reasons):
         return Unshared(reason)
     if own is not None:
         own.clear_token()
-    return Shared(mappings, tuple((o.pid, o.started) for o in offers))
+    same = kernels > 0 and all(o.kernels == kernels for o in offers)
+    return Shared(mappings, tuple((o.pid, o.started) for o in offers), same)
 
 
 def _require_room(num_bytes: int, size: int) -> None:

@@ -72,6 +72,7 @@ class Offer:
     fd: int = -1
     num_bytes: int = 0
     token: bytes = b""
+    kernels: int = 0  # the version of the compiled loops that the rank would use; 0 for none
     refusal: str = ""
 
 

@@ -37,6 +37,7 @@ class _ArenaTensor:
     """
 
     def __init__(self, mappings: Sequence[Mapping], rank: int) -> None:
+        self.addresses = tuple(m.address for m in mappings)
         self.bytes_of = [_bytes(m.buffer if r != rank else m.borrowed()) for r, m in enumerate(mappings)]
         self.address, self.num_bytes = mappings[rank].address, mappings[rank].num_bytes
 
@@ -49,9 +50,13 @@ def room_bytes(slot_bytes: int) -> int:
 class Room:
     """What an exchange sees of the group."""
 
-    def __init__(self, mappings: Sequence[Mapping], rank: int, slot_bytes: int, fence: Callable[[], None]) -> None:
+    def __init__(
+        self, mappings: Sequence[Mapping], rank: int, slot_bytes: int, fence: Callable[[], None], kernels: bool
+    ) -> None:
         self.rank, self.size, self.slot_bytes = rank, len(mappings), slot_bytes
         self.boards = [Board(m) for m in mappings]
+        self.kernels = kernels  # whether compiled loops are used, on all ranks alike
+        self.board_addresses = tuple(m.address for m in mappings)
         self.meeting = 0  # the number of the last one that this rank came to
         self._own, self._fence = self.boards[rank], fence
         self._peers = [board for r, board in enumerate(self.boards) if r != rank]
@@ -130,6 +135,10 @@ class Room:
                 if 0 <= address - whole.address < whole.num_bytes:
                     return Place(number, address - whole.address)
         return None
+
+    def addresses(self, places: Sequence[Place], start_bytes: int) -> tuple[int, ...]:
+        """Return where in this process tensors in the arena, one of each rank, have the byte `start_bytes`."""
+        return tuple(self._arena[p.number].addresses[r] + p.offset + start_bytes for r, p in enumerate(places))
 
     def pieces(self, places: Sequence[Place], dtype: torch.dtype, own: range, most: int) -> list[list[Tensor]]:
         """Return views of the elements `own` of tensors in the arena, one of each rank: a list for each piece.
