@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.comm.base import Communicator
+from samestep.parallel import reducer
 from samestep.parallel.distributed import DistributedDataParallel
 
 STRUCTURES = ("plain", "frozen", "shared", "unused on one rank", "unused on all ranks")
 CHECKPOINTS = ("none", "non-reentrant", "reentrant")
 STEPS = 3
+_TINY = 0.000001
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Case:
         return 1 if self.accumulation == "none" else 2
 
     @property
+    def whole(self) -> bool:
+        """Whether every gradient is exchanged where it is, as large ones are, instead of in a bucket for each."""
+        return self.bucket_cap_mb == _TINY
+
+    @property
     def torch_can(self) -> bool:
         """Torch's class marks a parameter ready once, and so fails where re-entrant checkpoints give it two gradients
         or where it searches for unused parameters in a graph that does not show them."""
@@ -51,7 +59,7 @@ def cases(structure: str, checkpoints: str) -> Iterator[Case]:
     """Yield the cross product of everything else."""
     for rest in itertools.product(
         ("none", "no_sync", "synchronised twice"),
-        (None, 0.0005, 0.000001),
+        (None, 0.0005, _TINY),
         (torch.float32, torch.bfloat16, torch.float64),
         (False, True),
         ("momentum", "adam"),
@@ -168,7 +176,8 @@ def compare(communicator: Communicator, structure: str, checkpoints: str) -> tup
     by_torch: dict[Case, list[Tensor | None]] = {}
     for case in cases(structure, checkpoints):
         caps = {"bucket_cap_mb": case.bucket_cap_mb}
-        ours = train(case, rank, lambda net, caps=caps: DistributedDataParallel(net, **caps))
+        with patch.object(reducer, "WHOLE_BYTES", 1 if case.whole else reducer.WHOLE_BYTES):
+            ours = train(case, rank, lambda net, caps=caps: DistributedDataParallel(net, **caps))
         without_buckets = replace(case, bucket_cap_mb=None)
         if without_buckets not in by_hand:
             by_hand[without_buckets] = train(case, rank, ByHand)

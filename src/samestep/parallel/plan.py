@@ -38,7 +38,8 @@ class Parameter:
 class BucketPlan:
     """Parameters whose gradients travel as one flat tensor: `indices[k]`'s begins at element `offsets[k]`.
 
-    A sparse bucket holds one parameter and has no flat tensor.
+    A sparse bucket, or a whole one, holds one parameter and has no flat tensor: a whole gradient is exchanged where
+    autograd put it.
     """
 
     indices: tuple[int, ...]
@@ -47,6 +48,7 @@ class BucketPlan:
     dtype: str
     device: str
     sparse: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,25 @@ class Plan:
         lines = [
             f"bucket {number}: {len(b.indices)} parameters, {b.numel} x {b.dtype} on {b.device}"
             + (", sparse" if b.sparse else "")
+            + (", whole" if b.whole else "")
             for number, b in enumerate(self.buckets)
         ]
         return "\n".join(lines)
 
 
-def make_plan(parameters: Sequence[Parameter], order: Iterable[int], caps_bytes: Sequence[int]) -> Plan:
+def make_plan(
+    parameters: Sequence[Parameter],
+    order: Iterable[int],
+    caps_bytes: Sequence[int],
+    *,
+    whole_bytes: int | None = None,
+) -> Plan:
     """Fill buckets with `parameters` in `order` (indices, each once), one open bucket for each dtype and device.
 
     A bucket is closed once it holds at least its cap. The caps, in bytes, are those of the first, second, ... bucket of
     a kind (dtype and device); the last one serves all further ones. A bucket's exchange can start when its last
-    parameter has its gradient, so buckets are put in the order of their last parameters. Sparse ones get one each.
+    parameter has its gradient, so buckets are put in the order of their last parameters. Sparse ones get one each, and
+    so do those of `whole_bytes` or more.
 
     The rule (a small first bucket so that the first exchange starts early; caps; one kind a bucket) is that of
     `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.
@@ -86,7 +96,7 @@ def make_plan(parameters: Sequence[Parameter], order: Iterable[int], caps_bytes:
     groups: list[list[Parameter]] = []
     for index in order:
         parameter = parameters[index]
-        if parameter.sparse:
+        if parameter.sparse or _is_whole(parameter, whole_bytes):
             groups.append([parameter])
             continue
         kind = (parameter.dtype, parameter.device)
@@ -98,7 +108,7 @@ def make_plan(parameters: Sequence[Parameter], order: Iterable[int], caps_bytes:
             held[kind] = 0
     groups.extend(open_buckets.values())
     groups.sort(key=lambda group: place[group[-1].index])
-    return Plan(tuple(map(_bucket, groups)))
+    return Plan(tuple(_bucket(group, whole=_is_whole(group[0], whole_bytes)) for group in groups))
 
 
 def complete_order(arrivals: Iterable[int], count: int) -> list[int]:
@@ -110,12 +120,15 @@ def complete_order(arrivals: Iterable[int], count: int) -> list[int]:
     return [*seen, *(index for index in reversed(range(count)) if index not in seen)]
 
 
-def _bucket(group: list[Parameter]) -> BucketPlan:
+def _is_whole(parameter: Parameter, whole_bytes: int | None) -> bool:
+    return whole_bytes is not None and not parameter.sparse and parameter.numel * parameter.itemsize >= whole_bytes
+
+
+def _bucket(group: list[Parameter], *, whole: bool) -> BucketPlan:
     offsets, end = [], 0
     for parameter in group:
         offsets.append(end)
         end += parameter.numel
     first = group[0]
-    return BucketPlan(
-        tuple(p.index for p in group), tuple(offsets), end, first.dtype, first.device, sparse=first.sparse
-    )
+    indices = tuple(p.index for p in group)
+    return BucketPlan(indices, tuple(offsets), end, first.dtype, first.device, sparse=first.sparse, whole=whole)

@@ -30,6 +30,7 @@ from samestep.parallel.bucket import Bucket, DenseBucket, SparseBucket
 from samestep.parallel.control import Control
 from samestep.parallel.plan import BucketPlan, Parameter, complete_order, make_plan
 from samestep.parallel.reduction import Exchange, plain_sum
+from samestep.parallel.whole import WHOLE_BYTES, WholeBucket
 
 __all__ = ["Reducer"]
 
@@ -224,26 +225,28 @@ class Reducer:
     # Buckets
 
     def _make_buckets(self, order: Sequence[int]) -> None:
-        self._plan = make_plan(self._specs, order, self._caps_bytes)
+        self._plan = make_plan(self._specs, order, self._caps_bytes, whole_bytes=WHOLE_BYTES)
         self._bucket_of = [0] * len(self._parameters)
         for number, planned in enumerate(self._plan.buckets):
             for index in planned.indices:
                 self._bucket_of[index] = number
         last = self._plan.buckets[-1]
-        rides = not last.sparse and self._parameters[last.indices[0]].dtype in _CONTROL_DTYPES
+        rides = not (last.sparse or last.whole) and self._parameters[last.indices[0]].dtype in _CONTROL_DTYPES
         extra = self._control.length if rides else 0
-        self._buckets: list[Bucket] = [
-            SparseBucket(planned, self._parameters)
-            if planned.sparse
-            else DenseBucket(planned, self._parameters, self._memory(planned, extra if planned is last else 0))
-            for planned in self._plan.buckets
-        ]
+        self._buckets = [self._bucket(planned, extra if planned is last else 0) for planned in self._plan.buckets]
         final = self._buckets[-1]
         self._rides = isinstance(final, DenseBucket) and rides
         if isinstance(final, DenseBucket) and rides:
             self._tail = final.tail
         else:
             self._tail = torch.zeros(self._control.length, device=self._communicator.device)
+
+    def _bucket(self, planned: BucketPlan, extra: int) -> Bucket | WholeBucket:
+        if planned.sparse:
+            return SparseBucket(planned, self._parameters)
+        if planned.whole:
+            return WholeBucket(planned, self._parameters)
+        return DenseBucket(planned, self._parameters, self._memory(planned, extra))
 
     def _memory(self, planned: BucketPlan, extra: int) -> Tensor:
         first = self._parameters[planned.indices[0]]
