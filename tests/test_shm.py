@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import shm_ranks
@@ -34,7 +36,12 @@ def test_pieces_of_a_small_slot_conform(compiled: bool) -> None:
     run_processes(shm_ranks.conform, 3, 4096, compiled)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler")
+_HEADER = Path(sysconfig.get_path("include"), "Python.h")
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None or not _HEADER.exists(), reason="there is no C compiler, or not Python's headers"
+)
 def test_the_loops_are_compiled_where_there_is_a_compiler() -> None:
     assert kernels.VERSION > 0
 
