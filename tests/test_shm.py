@@ -201,6 +201,25 @@ def test_groups_that_are_waited_for_in_opposite_orders() -> None:
     _both(test, 2, 4096)
 
 
+def test_exchanges_go_on_while_a_message_is_waited_for() -> None:
+    """A rank that waits for a message is needed by its peer, which sends it only after the exchange."""
+
+    def test(comm: ShmCommunicator) -> None:
+        tensor, word = torch.ones(100_000), torch.zeros(1)
+        work = comm.start(AllReduce(tensor))
+        if comm.rank == 0:
+            comm.recv(word, 1)
+            work.wait()
+            assert word.item() == 7
+        else:
+            work.wait()
+            comm.send(word.fill_(7), 0)
+        assert bool((tensor == 2).all())
+
+    for compiled in (True, False):
+        _both(test, 2, 4096, compiled=compiled)
+
+
 def test_who_has_come_may_leave() -> None:
     def test(comm: ShmCommunicator) -> None:
         other = shm_ranks.gathered(comm)

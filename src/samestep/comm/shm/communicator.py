@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.comm.base import Communicator, Work
 from samestep.comm.checked import CheckedCommunicator
 from samestep.comm.ops import AllReduce, Barrier, Op, Recv, Send, describe
-from samestep.comm.shm import exchanges
+from samestep.comm.shm import exchanges, living
 from samestep.comm.shm.board import MASK, State, make_fence
 from samestep.comm.shm.gather import Shared, Unshared, share
 from samestep.comm.shm.header import Place, decode, encode, place_in, same
@@ -28,11 +28,6 @@ from samestep.errors import CommunicatorError, MismatchError, SamestepError
 __all__ = ["ShmCommunicator"]
 
 _SLOT_BYTES = 2**20
-
-# All that there are in this process: while one waits, the others' exchanges go on.
-_living: weakref.WeakSet[ShmCommunicator] = weakref.WeakSet()
-_living_lock = threading.Lock()
-_knows_forks = False
 
 
 class ShmCommunicator(Communicator):
@@ -58,13 +53,13 @@ class ShmCommunicator(Communicator):
         self._room = Room(shared.mappings, self.rank, slot_bytes, self._fence, shared.kernels)
         self._own = self._room.boards[self.rank]
         self._waiter = Waiter(
-            self._room.boards, self.rank, shared.processes, timeout_s, partial(_others_go_on, weakref.ref(self))
+            self._room.boards, self.rank, shared.processes, timeout_s, partial(living.others_go_on, weakref.ref(self))
         )
         self._lock = threading.RLock()
         self._queue: deque[SharedWork] = deque()
         self._broken: tuple[type[CommunicatorError], str] | None = None
         self._closed = ""  # why
-        _live(self)
+        living.join(self)
 
     @classmethod
     def gather(
@@ -124,6 +119,11 @@ class ShmCommunicator(Communicator):
                     return
                 self._go_on(head)
 
+    @property
+    def busy(self) -> bool:
+        """Whether exchanges are under way."""
+        return bool(self._queue)
+
     def poll(self) -> None:
         """Carry on as far as is possible without waiting; notice if the rest will never be."""
         if self._lock.acquire(blocking=False):
@@ -165,8 +165,7 @@ class ShmCommunicator(Communicator):
             if self._closed:
                 return
             self._closed = why
-            with _living_lock:
-                _living.discard(self)
+            living.leave(self)
             self._leave(State.CLOSED, self._room.meeting + 1)
             self._let_go()
             owned, self._owned = self._owned, None
@@ -371,30 +370,3 @@ class ShmCommunicator(Communicator):
 
     def _name(self, op: Op) -> str:
         return f"{self._who()}, {describe(op)}"
-
-
-def _live(communicator: ShmCommunicator) -> None:
-    global _knows_forks
-    with _living_lock:
-        if not _knows_forks:
-            os.register_at_fork(after_in_child=_forked)
-            _knows_forks = True
-        _living.add(communicator)
-
-
-def _forked() -> None:
-    global _living_lock
-    _living_lock = threading.Lock()
-    for communicator in list(_living):
-        communicator.forked()
-    _living.clear()
-
-
-def _others_go_on(waiting: weakref.ref[ShmCommunicator]) -> bool:
-    """Carry on with the exchanges of all others in this process; tell whether there are some."""
-    one = waiting()
-    with _living_lock:
-        others = [c for c in _living if c is not one and c._queue]
-    for other in others:
-        other.poll()
-    return bool(others)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 from samestep.comm.base import Work
 from samestep.comm.ops import Op
 from samestep.comm.shm.exchanges import Meetings
+from samestep.comm.shm.living import go_on
 from samestep.errors import CommunicatorError, SamestepError
 
 __all__ = ["DelegatedWork", "Owner", "SharedWork"]
+
+
+# How long to wait for a message before exchanges are looked after again.
+_NAP_S = 0.0005
 
 
 class Owner(Protocol):
@@ -55,11 +61,32 @@ class DelegatedWork(Work):
         self._owner, self._inner = owner, inner
 
     def wait(self) -> None:
+        """Wait; exchanges over shared memory that are under way go on meanwhile, as the peer may need them first."""
         try:
-            self._inner.wait()
+            if go_on():
+                self._wait_beside()
+            else:
+                self._inner.wait()
         except CommunicatorError as error:
             self._owner.delegate_failed(error)
             raise
+
+    def _wait_beside(self) -> None:
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self._inner.wait()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait, name="samestep-message", daemon=True)
+        waiting.start()
+        while waiting.is_alive() and go_on():
+            waiting.join(_NAP_S)
+        waiting.join()
+        if errors:
+            raise errors[0]
 
     def done(self) -> bool:
         return self._inner.done()
