@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from samestep.data.sampler import DistributedSampler
     from samestep.errors import SamestepError
     from samestep.launch.spawn import spawn
+    from samestep.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
     from samestep.parallel.distributed import DistributedDataParallel
     from samestep.world import World
 
@@ -33,9 +34,11 @@ __all__ = [
     "DistributedSampler",
     "Reduction",
     "SamestepError",
+    "SyncBatchNorm",
     "World",
     "__version__",
     "connect",
+    "convert_sync_batchnorm",
     "spawn",
 ]
 
@@ -45,8 +48,10 @@ _HOMES = {
     "DistributedSampler": "samestep.data.sampler",
     "Reduction": "samestep.comm.ops",
     "SamestepError": "samestep.errors",
+    "SyncBatchNorm": "samestep.parallel.batchnorm",
     "World": "samestep.world",
     "connect": "samestep.comm.select",
+    "convert_sync_batchnorm": "samestep.parallel.batchnorm",
     "spawn": "samestep.launch.spawn",
 }
 

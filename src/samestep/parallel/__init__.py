@@ -1,5 +1,6 @@
 """Replicas of a module that share gradients."""
 
+from samestep.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from samestep.parallel.distributed import DistributedDataParallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_sync_batchnorm"]
