@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from samestep.errors import SamestepError
     from samestep.launch.spawn import spawn
     from samestep.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
+    from samestep.parallel.data_parallel import DataParallel
     from samestep.parallel.distributed import DistributedDataParallel
     from samestep.world import World
 
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Communicator",
+    "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
     "Reduction",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     "Communicator": "samestep.comm.base",
+    "DataParallel": "samestep.parallel.data_parallel",
     "DistributedDataParallel": "samestep.parallel.distributed",
     "DistributedSampler": "samestep.data.sampler",
     "Reduction": "samestep.comm.ops",
