@@ -107,6 +107,20 @@ def test_a_rank_without_samples_takes_part_with_a_sum() -> None:
             torch.testing.assert_close(found, parameter.grad, rtol=1e-11, atol=1e-12)
 
 
+def test_autocast_ends_near_what_one_process_gets() -> None:
+    images = data(0)[0].float()
+
+    def gradients(model: nn.Module, mine: slice) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model.float()(images[mine]).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients(net(), slice(None))
+    first, second = run_threads(lambda comm: gradients(convert_sync_batchnorm(net(), comm), share(comm, (0, 3, 8))), 2)
+    for one, other, whole in zip(first, second, expected, strict=True):
+        assert (one + other - whole).norm() < 0.05 * (one.norm() + other.norm())
+
+
 def test_case_30_sync_batch_norm_works_on_the_cpu() -> None:
     """In our class and in torch's, over shared memory and over Gloo; torch's layer refuses."""
     rows = run_processes(trained_everywhere, 2, timeout_s=100)
@@ -145,10 +159,15 @@ def refuse_outsiders(comm: Communicator) -> None:
             bn(torch.randn(2, 4))
 
 
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+
+
 def compare_compiled(comm: Communicator) -> None:
     """A compiler leaves the exchange out of its graphs; it fails where there may be only one graph."""
-    images = data(0)[0][share(comm, (0, 3, 8))]
-    plain, compiled = convert_sync_batchnorm(net()), convert_sync_batchnorm(net())
+    images = data(0)[0].mean((2, 3))[share(comm, (0, 3, 8))]
+    plain, compiled = (convert_sync_batchnorm(small()) for _ in range(2))
     outputs = [model(images) for model in (plain, torch.compile(compiled, backend="eager"))]
     for output in outputs:
         output.square().sum().backward()

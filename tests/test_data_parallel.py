@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,14 @@ from samestep.parallel.data_parallel import DataParallel
 from samestep.parallel.replicate import share
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_core_for_each_replica() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def cpus(count: int) -> list[str]:
@@ -266,12 +274,12 @@ class Probe(nn.Module):
 
     def __init__(self, look: Callable[[], Any]) -> None:
         super().__init__()
-        self.layer, self.look, self.seen, self.threads = nn.Linear(2, 2), look, list[Any](), set[int]()
+        self.layer, self.look, self.seen, self.threads = nn.Linear(2, 2), look, list[Any](), set[str]()
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.layer(x)
         self.seen.append((self.look(), output.dtype, output.requires_grad))
-        self.threads.add(threading.get_ident())
+        self.threads.add(threading.current_thread().name)  # an identifier serves again when its thread has ended
         return output
 
 
@@ -336,7 +344,7 @@ def test_what_holds_in_one_thread_alone_makes_replicas_take_turns_there() -> Non
         probe.threads.clear()
         with context:
             model(torch.ones(2, 2)).sum().backward()
-        assert probe.threads == {threading.get_ident()}
+        assert probe.threads == {threading.current_thread().name}
     assert packed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from samestep.comm.base import Communicator
 from samestep.comm.select import communicator_for
 from samestep.errors import ReplicaError
+from samestep.parallel.outside_graphs import outside_graphs
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -100,8 +100,6 @@ class SyncBatchNorm(_BatchNorm):
                 f"rank {ranks.rank}: SyncBatchNorm can't exchange from within a replica of DataParallel: replicas run "
                 "in threads, in no order that ranks could share; use DistributedDataParallel, one process a device"
             )
-        if "torch._dynamo" in sys.modules:  # a compiler would trace into the transport
-            return torch.compiler.disable(self._together)(input, ranks)  # type: ignore[no-any-return]
         return self._together(input, ranks)
 
     @classmethod
@@ -128,6 +126,7 @@ class SyncBatchNorm(_BatchNorm):
             return None
         return communicator_for(self.process_group)
 
+    @outside_graphs
     def _together(self, input: Tensor, ranks: Communicator) -> Tensor:
         momentum = self._count()
         whole = _of_all(input, ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from samestep.parallel.names import accept_both_forms
+from samestep.parallel.outside_graphs import outside_graphs
 from samestep.parallel.replica_threads import Draws, bound_to_this_thread, run_in_turn, run_together
 from samestep.parallel.replicate import FirstBuffers, Writes, replicate
 from samestep.parallel.scatter import gather, scatter
@@ -87,8 +87,6 @@ class DataParallel(nn.Module):
         """Call replicas of the module on pieces of the inputs and return their outputs, joined."""
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
-        if "torch._dynamo" in sys.modules:  # what runs in threads is no part of a graph
-            return torch.compiler.disable(self._forward)(inputs, kwargs)
         return self._forward(inputs, kwargs)
 
     def scatter(
@@ -129,6 +127,7 @@ class DataParallel(nn.Module):
         """Return the replicas' outputs as one, on `output_device`."""
         return gather(outputs, _device(output_device, "output_device"), self.dim)
 
+    @outside_graphs
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._require_at_home()
         try:
