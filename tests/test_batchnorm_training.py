@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from samestep.comm.base import Communicator
 from samestep.comm.c10d import C10dCommunicator
+from samestep.errors import MismatchError, PeerLostError
 from samestep.parallel.batchnorm import convert_sync_batchnorm
 from samestep.parallel.distributed import DistributedDataParallel
 from samestep.testing.ranks import run_processes, run_threads
 
 _STEPS = 3
+_OUT_OF_STEP = (MismatchError, PeerLostError)  # the second where the other rank has met the first, and gone
 Wrap = Callable[[nn.Module], Any]
 
 
@@ -105,6 +107,58 @@ def test_a_rank_without_samples_takes_part_with_a_sum() -> None:
     for result in run_threads(rank, 2):
         for found, parameter in zip(result, one.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-11, atol=1e-12)
+
+
+class Partly(nn.Module):
+    """Its last layer, whose bucket is the first to leave, takes part on rank 0 only."""
+
+    def __init__(self, group: Communicator) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(2, 4), nn.BatchNorm1d(4)
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+        convert_sync_batchnorm(self, group)
+
+    def forward(self, x: Tensor, part: bool) -> Tensor:
+        x = self.always(self.norm(self.first(x)))
+        return self.sometimes(x) if part else x
+
+
+@pytest.mark.parametrize("own_group", [True, False])
+def test_parameters_that_some_ranks_leave_out_need_a_group_of_its_own(own_group: bool) -> None:
+    def rank(comm: Communicator) -> list[Tensor]:
+        own = comm.split(range(comm.size))
+        assert own is not None
+        module = Partly(own if own_group else comm)
+        model = DistributedDataParallel(module, process_group=comm, bucket_cap_mb=0)
+        images = data(0)[0].mean((2, 3))[share(comm, (0, 3, 8))]
+        for step in range(3):
+            model.zero_grad()
+            loss = model(images, step == 0 or comm.rank == 0).square().sum()
+            if step == 0 or own_group:
+                loss.backward()
+            else:
+                with pytest.raises(_OUT_OF_STEP):
+                    loss.backward()
+                break
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    first, second = run_threads(rank, 2)
+    if own_group:
+        assert len(first) == 8
+        assert all(map(torch.equal, first, second))
+
+
+def test_a_rank_that_leaves_its_backward_out_is_told() -> None:
+    def rank(comm: Communicator) -> None:
+        model = DistributedDataParallel(convert_sync_batchnorm(net(), comm), process_group=comm)
+        images, labels = (tensor[share(comm, (0, 8, 8))] for tensor in data(0))
+        loss = functional.cross_entropy(model(images), labels, reduction="sum")
+        with pytest.raises(_OUT_OF_STEP):
+            model.backward(loss if comm.rank == 0 else None, weight=len(images))
+
+    run_threads(rank, 2)
 
 
 def test_autocast_ends_near_what_one_process_gets() -> None:

@@ -139,7 +139,8 @@ class DataParallel(nn.Module):
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts, keywords = self.scatter(inputs, kwargs, self.device_ids)
         if len(self.device_ids) == 1:
-            return self.module(*parts[0], **keywords[0])
+            output, target = self.module(*parts[0], **keywords[0]), _device(self.output_device, "output_device")
+            return output if target == self.src_device_obj else scatter(output, [target])[0]
         used = self.device_ids[: len(parts)]
         replicas = self.replicate(self.module, used)
         first = FirstBuffers(self.module, replicas[0])
