@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,14 @@ from torch import Tensor
 from samestep.comm.base import Communicator
 from samestep.comm.c10d import C10dCommunicator
 from samestep.comm.ops import AllReduce
-from samestep.comm.shm import exchanges, gather, waiting
+from samestep.comm.shm import exchanges, gather, kernels, waiting
 from samestep.comm.shm.communicator import ShmCommunicator
 from samestep.errors import CommunicatorError, DeadlineError, PeerLostError
 from samestep.testing.samples import refused
 
 SLOT_BYTES = 4096
 _MANY = 3000  # more than two slots of float32
-_LARGE = 20_000  # more than 64 KiB: range by range, or in place
+_LARGE = 20_000  # more than 64 KiB: range by range, or in place, or in compiled loops
 
 Exchange = Callable[[ShmCommunicator, Tensor], object]
 
@@ -39,6 +41,8 @@ EXCHANGES: dict[str, tuple[Exchange, str]] = {  # and what it is called in error
     "in pieces": (lambda comm, _: comm.all_reduce(torch.ones(_MANY)), "all_reduce(sum) of float32[3000]"),
     "by range": (lambda comm, _: comm.all_reduce(torch.ones(_LARGE)), "all_reduce(sum) of float32[20000]"),
     "in place": (lambda comm, arena: comm.all_reduce(arena), "all_reduce(sum) of float32[20001]"),
+    "compiled": (lambda comm, _: comm.all_reduce(torch.ones(_LARGE)), "all_reduce(sum) of float32[20000]"),
+    "compiled, in place": (lambda comm, arena: comm.all_reduce(arena), "all_reduce(sum) of float32[20001]"),
     "several": (lambda comm, arena: _several(comm, arena), "all_reduce(sum) of float32[2"),
     "broadcast": (lambda comm, _: comm.broadcast(torch.ones(_MANY), 1), "broadcast(source=1) of float32[3000]"),
     "all_gather": (lambda comm, _: comm.all_gather(torch.ones(_MANY)), "all_gather of float32[3000]"),
@@ -48,6 +52,10 @@ EXCHANGES: dict[str, tuple[Exchange, str]] = {  # and what it is called in error
     "empty": (lambda comm, _: comm.empty((_MANY,)), "all_gather of "),
     "split": (lambda comm, _: _split(comm), "all_gather of"),
 }
+
+
+def _group(control: Communicator, name: str) -> ShmCommunicator:
+    return gathered(control, slot_bytes=SLOT_BYTES, kernels=name.startswith("compiled"))
 
 
 def _several(comm: ShmCommunicator, arena: Tensor) -> None:
@@ -65,16 +73,33 @@ def _split(comm: ShmCommunicator) -> None:
 class _Fault:
     """Does something when its rank comes to its `turn`-th meeting from now on: before the others can see it, or after.
 
-    Or, if `moment` is "midway", in the midst of the `turn`-th reduction, with a part of the result written.
+    Or, if `moment` is "midway", in the midst of the `turn`-th reduction, with a part of the result written. Where loops
+    are compiled it is one of their calls, before, after, or amid which it does it.
     """
 
     def __init__(self, comm: ShmCommunicator, moment: str, turn: int, act: Callable[[], None]) -> None:
         self._moment, self._left, self._act = moment, turn, act
         self._come, self._reduce = comm._room.come, exchanges.reduce_into
-        if moment == "midway":
+        if comm._room.kernels:
+            kernels.stream, kernels.reduce_all = self._around(kernels.stream), self._around(kernels.reduce_all)
+        elif moment == "midway":
             exchanges.reduce_into = self._reduce_and_act
         else:
             comm._room.come = self._come_and_act  # type: ignore[method-assign]
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def around(*args: object) -> object:
+            self._left -= 1
+            if self._left == 0 and self._moment == "before":
+                self._act()
+            if self._left == 0 and self._moment == "midway":
+                threading.Thread(target=self._act).start()
+            result = call(*args)
+            if self._left == 0 and self._moment == "after":
+                self._act()
+            return result
+
+        return around
 
     def _come_and_act(self) -> int:
         self._left -= 1
@@ -106,7 +131,7 @@ def lose_one_after_another(control: Communicator, name: str, moments: list[tuple
     store = dist.FileStore(path, control.size)  # type: ignore[attr-defined]
     for moment, turn in moments:
         victim = VICTIMS[control.size]
-        comm = gathered(control, slot_bytes=SLOT_BYTES)
+        comm = _group(control, name)
         pids = comm.all_gather_object(os.getpid())
         arena = comm.empty((_LARGE + 1,))
         if comm.rank == victim:
@@ -243,7 +268,7 @@ def stop_in_every_exchange(control: Communicator, path: str) -> int:
 def _stop_once(control: Communicator, name: str, moment: tuple[str, int], clock: _Clock, stage: dist.Store) -> None:
     exchange, called = EXCHANGES[name]
     victim = control.size - 1
-    with gathered(control, slot_bytes=SLOT_BYTES) as comm:
+    with _group(control, name) as comm:
         pids = comm.all_gather_object(os.getpid())
         arena = comm.empty((_LARGE + 1,))
         if comm.rank == victim:

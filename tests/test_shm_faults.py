@@ -27,7 +27,7 @@ _MOMENTS = {
     "coming": [("before", 1), ("before", 2), ("before", 3)],
     "there": [("after", 2), ("after", 1), ("after", 4)],
 }
-_REDUCTIONS = ("all_reduce", "in pieces", "by range", "in place", "reduce_scatter")
+_REDUCTIONS = ("all_reduce", "in pieces", "by range", "in place", "compiled", "compiled, in place", "reduce_scatter")
 
 
 @pytest.mark.parametrize("when", _MOMENTS)
