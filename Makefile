@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/samestep run --nproc-per-node 2 examples/digits.py
 
 test: lint types $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ def test_callbacks_may_wait_for_other_works() -> None:
 
 def test_nothing_grows_from_one_default_group_to_the_next(tmp_path: Path) -> None:
     for counts in run_processes(backend_ranks.end_and_begin_again, 2, str(tmp_path / "store"), backend="samestep"):
-        assert len(set(counts[1:])) == 1, counts
+        assert max(counts[2:]) <= counts[1], counts
 
 
 def test_messages_and_objects() -> None:
