@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from samestep.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
     from samestep.parallel.data_parallel import DataParallel
     from samestep.parallel.distributed import DistributedDataParallel
+    from samestep.run.checkpoint import load, save
+    from samestep.run.ranks import all_gather_uneven
     from samestep.world import World
 
 __version__ = "0.1.0"
@@ -39,8 +41,11 @@ __all__ = [
     "SyncBatchNorm",
     "World",
     "__version__",
+    "all_gather_uneven",
     "connect",
     "convert_sync_batchnorm",
+    "load",
+    "save",
     "spawn",
 ]
 
@@ -53,8 +58,11 @@ _HOMES = {
     "SamestepError": "samestep.errors",
     "SyncBatchNorm": "samestep.parallel.batchnorm",
     "World": "samestep.world",
+    "all_gather_uneven": "samestep.run.ranks",
     "connect": "samestep.comm.select",
     "convert_sync_batchnorm": "samestep.parallel.batchnorm",
+    "load": "samestep.run.checkpoint",
+    "save": "samestep.run.checkpoint",
     "spawn": "samestep.launch.spawn",
 }
 

@@ -10,6 +10,9 @@
     ├── ReplicaError          RuntimeError         a wrapped module was used in a way that breaks equal steps
     ├── DataError             ValueError           a data file is not what it should be
     │   └── MissingDataError  FileNotFoundError    a data file is not there
+    ├── CheckpointError       RuntimeError         a file of weights is not what it should be, or does not fit
+    │   ├── MissingCheckpointError  FileNotFoundError    a file of weights is not there
+    │   └── SaveError         OSError              weights could not be written
     ├── LaunchError           RuntimeError         workers could not be started
     └── WorkerError           RuntimeError         a rank of `spawn` failed; the message has its own traceback
 
@@ -18,15 +21,18 @@ Every message says what was got, what was expected, on which rank, and what to d
 
 __all__ = [
     "BackendError",
+    "CheckpointError",
     "CommunicatorError",
     "DataError",
     "DeadlineError",
     "LaunchError",
     "MismatchError",
+    "MissingCheckpointError",
     "MissingDataError",
     "PeerLostError",
     "ReplicaError",
     "SamestepError",
+    "SaveError",
     "WorkerError",
     "WorldError",
 ]
@@ -70,6 +76,18 @@ class DataError(SamestepError, ValueError):
 
 class MissingDataError(DataError, FileNotFoundError):
     """A data file is not there; the message names it."""
+
+
+class CheckpointError(SamestepError, RuntimeError):
+    """A file of weights is not what it should be, or does not fit the model; the message names it."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """A file of weights is not there; the message names it."""
+
+
+class SaveError(CheckpointError, OSError):
+    """Weights could not be written; the message has the rank and what the system said."""
 
 
 class LaunchError(SamestepError, RuntimeError):
