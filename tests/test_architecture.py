@@ -24,7 +24,7 @@ _TREE = modules(
 )
 
 # Signatures that torch has, name by name.
-_LIKE_TORCH = ("DistributedDataParallel.__init__", "SyncBatchNorm.__init__")
+_LIKE_TORCH = ("DataLoader.__init__", "DistributedDataParallel.__init__", "SyncBatchNorm.__init__")
 
 Rule = Callable[[list[Module]], list[str]]
 

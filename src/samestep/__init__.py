@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from samestep.comm.base import Communicator
     from samestep.comm.ops import Reduction
     from samestep.comm.select import connect
+    from samestep.data.iterable import ShardedIterable
+    from samestep.data.loader import DataLoader
     from samestep.data.sampler import DistributedSampler
+    from samestep.data.sharded import ShardedSampler
     from samestep.errors import SamestepError
     from samestep.launch.spawn import spawn
     from samestep.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -33,11 +36,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Communicator",
+    "DataLoader",
     "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
     "Reduction",
     "SamestepError",
+    "ShardedIterable",
+    "ShardedSampler",
     "SyncBatchNorm",
     "World",
     "__version__",
@@ -51,11 +57,14 @@ __all__ = [
 
 _HOMES = {
     "Communicator": "samestep.comm.base",
+    "DataLoader": "samestep.data.loader",
     "DataParallel": "samestep.parallel.data_parallel",
     "DistributedDataParallel": "samestep.parallel.distributed",
     "DistributedSampler": "samestep.data.sampler",
     "Reduction": "samestep.comm.ops",
     "SamestepError": "samestep.errors",
+    "ShardedIterable": "samestep.data.iterable",
+    "ShardedSampler": "samestep.data.sharded",
     "SyncBatchNorm": "samestep.parallel.batchnorm",
     "World": "samestep.world",
     "all_gather_uneven": "samestep.run.ranks",

@@ -6,33 +6,21 @@ counter and the state of an epoch in progress.
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 from torch.utils.data import distributed as torch_distributed
 
+from samestep.data.epochs import Epochs, Progress
+from samestep.data.place import check_seed, choose_remainder, place
 from samestep.data.resume import EpochState
 from samestep.data.sharding import Deal, Remainder
-from samestep.world import World
 
 __all__ = ["DistributedSampler"]
 
 # Python integers made from the shuffled tensor at a time: 4,096 of them take 160 KB, whatever the data set's length.
 _CHUNK = 4096
-
-
-@dataclass
-class _Progress:
-    """How far the epoch that was begun last has come."""
-
-    epoch: int
-    start: int
-    yielded: int = 0
-    exhausted: bool = False
-    iterating: bool = True
 
 
 # A subclass of torch's class, although nothing of it is used, because libraries that wrap loaders ask
@@ -80,24 +68,22 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
         remainder: Remainder | None = None,
     ) -> None:
         # torch's __init__ is not called: it knows two remainder rules and only torch.distributed.
-        self.num_replicas, self.rank = _place(num_replicas, rank)
-        self.remainder = _remainder(drop_last, remainder)
+        self.num_replicas, self.rank = place(num_replicas, rank)
+        self.remainder = choose_remainder(drop_last, remainder)
         self.dataset = dataset
         self.drop_last = self.remainder == "drop"
         self.shuffle = bool(shuffle)
         self.seed = operator.index(seed)
-        _check_seed(self.seed, 0)
+        check_seed(self.seed, 0)
         self._length = _length(dataset)
         whole = self._deal(0)
         self.num_samples, self.total_size = whole.count, whole.total
-        self._next_epoch, self._next_start = 0, 0
-        self._epoch_was_set = False
-        self._progress: _Progress | None = None
+        self._epochs = Epochs()
 
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration will use; assigning it is calling `set_epoch`."""
-        return self._next_epoch
+        return self._epochs.next_epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -111,15 +97,13 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
         or, added to the seed, no 64-bit one.
         """
         epoch = operator.index(epoch)
-        _check_seed(self.seed, epoch)
-        if epoch != self._next_epoch:
-            self._next_start = 0
-        self._next_epoch, self._epoch_was_set, self._progress = epoch, True, None
+        check_seed(self.seed, epoch)
+        self._epochs.set(epoch)
 
     def __len__(self) -> int:
         """Return how many samples the iteration in progress, or else the next one, yields on this rank in all."""
-        progress = self._progress
-        return self._deal(progress.start if progress and progress.iterating else self._next_start).count
+        progress = self._epochs.progress
+        return self._deal(progress.start if progress and progress.iterating else self._epochs.next_start).count
 
     def __iter__(self) -> Iterator[int]:
         # A generator, so that an iterator of which nobody asks a sample is no epoch: DataLoader makes and drops such
@@ -151,10 +135,10 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
         Raises ValueError for a position below 0 or beyond what was yielded, and TypeError for one that is no
         integer.
         """
-        progress = self._progress
+        progress = self._epochs.progress
         turns = self._turns(position)
         if progress is None:
-            epoch, reached = self._next_epoch, self._next_start
+            epoch, reached = self._epochs.next_epoch, self._epochs.next_start
         else:
             deal = self._deal(progress.start)
             epoch, reached = progress.epoch, deal.consumed(turns)
@@ -174,9 +158,8 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
         """
         state = EpochState.from_dict(state_dict, self.rank)
         state.check_fits(self._state(state.epoch, state.position), self.rank)
-        _check_seed(self.seed, state.epoch)
-        self._next_epoch, self._next_start = state.epoch, state.position
-        self._progress = None
+        check_seed(self.seed, state.epoch)
+        self._epochs.resume(state.epoch, state.position)
 
     def _state(self, epoch: int, position: int) -> EpochState:
         return EpochState(epoch, position, self.seed, self._length, self.shuffle, self.remainder)
@@ -184,20 +167,16 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
     def _deal(self, start: int) -> Deal:
         return Deal(self._length, self.num_replicas, self.rank, self.remainder, start)
 
-    def _begin(self) -> _Progress:
+    def _begin(self) -> Progress:
         length = _length(self.dataset)
         if length != self._length:
             raise ValueError(
                 f"the data set had {self._length} samples when its sampler was made and has {length} now, "
                 f"on rank {self.rank}; make a new sampler"
             )
-        self._progress = progress = _Progress(self._next_epoch, self._next_start)
-        self._next_start = 0
-        if not self._epoch_was_set:
-            self._next_epoch += 1
-        return progress
+        return self._epochs.begin()
 
-    def _share(self, progress: _Progress) -> list[torch.Tensor] | list[range]:
+    def _share(self, progress: Progress) -> list[torch.Tensor] | list[range]:
         """Return this rank's samples in pieces: ranges, or tensors that keep no more than the share alive."""
         slices = self._deal(progress.start).slices()
         if not self.shuffle:
@@ -210,7 +189,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
         return [piece if len(piece) == len(order) else piece.clone() for piece in pieces]
 
     def _turns(self, position: int | None) -> int:
-        progress = self._progress
+        progress = self._epochs.progress
         yielded = progress.yielded if progress else 0
         if position is None:
             return yielded
@@ -226,37 +205,8 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
         return position
 
 
-def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks and this one's; what is None comes from the process group or the environment."""
-    if num_replicas is None or rank is None:
-        if dist.is_available() and dist.is_initialized():
-            size, mine = dist.get_world_size(), dist.get_rank()
-        else:
-            # The device plays no part here, so a rank without a GPU of its own is no error.
-            world = World.from_env(device="cpu")
-            size, mine = world.size, world.rank
-        num_replicas = size if num_replicas is None else num_replicas
-        rank = mine if rank is None else rank
-    return operator.index(num_replicas), operator.index(rank)
-
-
-def _remainder(drop_last: bool, remainder: Remainder | None) -> Remainder:
-    if remainder is None:
-        return "drop" if drop_last else "pad"
-    if remainder not in get_args(Remainder):
-        raise ValueError(f"remainder is {remainder!r}, expected None or one of {get_args(Remainder)}")
-    if drop_last and remainder != "drop":
-        raise ValueError(f"drop_last=True contradicts remainder={remainder!r}; leave one of them out")
-    return remainder
-
-
 def _length(dataset: Dataset[Any]) -> int:
     try:
         return len(dataset)  # type: ignore[arg-type]  # torch declares no length for Dataset
     except TypeError as error:
         raise TypeError(f"{type(dataset).__name__} has no length; a sampler needs a data set with one") from error
-
-
-def _check_seed(seed: int, epoch: int) -> None:
-    if not -(2**63) <= seed + epoch < 2**64:
-        raise ValueError(f"seed {seed} + epoch {epoch} is {seed + epoch}, expected -2**63 to 2**64 - 1")
