@@ -77,6 +77,16 @@ _RUN = """
 """
 _FLAGS: dict[str, set[str]] = {
     "samestep": {"--help", "--version", "-h"},
+    "samestep check": {
+        "--help",
+        "--module",
+        "--nproc-per-node",
+        "--pass-local-rank",
+        "--steps",
+        "--timeout",
+        "-h",
+        "-m",
+    },
     "samestep run": _spelled(_RUN),
     "python -m samestep.launch": _spelled(_RUN + "--local-rank-spelling --use-env"),
 }

@@ -16,12 +16,13 @@ USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command, with all subcommands and flags."""
-    from samestep.cli import run  # late, so that a Ctrl-C meanwhile ends in an exit code, not in a traceback
+    from samestep.cli import check, run  # late, so that a Ctrl-C meanwhile ends in an exit code, not in a traceback
 
     top = Parser(prog="samestep", description=_DESCRIPTION, allow_abbrev=False)
     top.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = top.add_subparsers(title="commands", dest="command", metavar="command")
     run.add_parser(commands)
+    check.add_parser(commands)
     top.set_defaults(execute=None)
     return top
 

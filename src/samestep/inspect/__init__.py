@@ -1,0 +1,3 @@
+"""What a person asks when something looks wrong."""
+
+__all__: list[str] = []
