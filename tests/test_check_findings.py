@@ -126,7 +126,8 @@ def test_gradients_that_differ() -> None:
 def test_batchnorm_is_blamed_only_where_gradients_differ() -> None:
     norms = {"steps": [step(norms=["block.norm"])]}
     found = only(seen(norms, norms, comparisons=[wrong()]))
-    assert (found.kind, found.seen[:10]) == ("batchnorm", "block.norm")
+    assert found.kind == "batchnorm"
+    assert found.seen.startswith("Layers: block.norm. At step 0 1 of 2 gradients differ")
     assert findings(seen(norms, norms, comparisons=[Comparison()])) == []
 
 
@@ -148,7 +149,9 @@ def test_rounding_is_no_difference_and_mistakes_are() -> None:
     assert compare(gradients(noise=1e-4), whole).agrees
     assert not compare(gradients(noise=0.05), whole).agrees
     assert compare(gradients(noise=5e-3), whole, halves=True).agrees
-    assert compare({**whole, "c": torch.randn(50) * 1e-9}, whole).agrees, "noise where there ought to be nothing"
+    noise = compare({**whole, "c": torch.randn(50) * 1e-9}, whole)
+    assert noise.agrees
+    assert [one.is_noise for one in noise.differences] == [False, False, True]
     assert not compare({**whole, "a": whole["a"].flip(0)}, whole).agrees
     for factor in (0.25, 0.5, 2.0, 4.0):
         found = compare(gradients(factor), whole)
@@ -305,6 +308,21 @@ def test_a_report_fits_on_a_screen() -> None:
     assert "   -> Seed all ranks alike" in text
 
 
+def test_a_report_names_the_parameters_that_differ_most() -> None:
+    first = Comparison([Difference(f"p{n}", n / 100, 1.0, n < 7) for n in range(9)])
+    later = Comparison([Difference("p0", 0.5, 1.0, True), Difference("tiny", 1e-9, 1e-9, True, True)])
+    lines = report("train.py", seen({}, {}, comparisons=[first, later]), []).splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("  gradients"))
+    assert lines[at].endswith("2 of 9 differ between 2 ranks and one; differences as parts of the gradient:")
+    assert [line.split() for line in lines[at + 1 : at + 5]] == [
+        ["8e-02", "p8", "differs"],
+        ["7e-02", "p7", "differs"],
+        ["5e-01", "p0"],
+        ["6e-02", "p6"],
+    ]
+    assert lines[at + 7].split() == ["and", "4", "more,", "less"]
+
+
 def test_a_report_says_what_failed_before_what_came_of_it() -> None:
     lost, cause = "ConnectionError: Connection closed by peer", "\n".join(map(str, range(99))) + "\nKeyError: 3"
     text = report("train.py", seen({"error": lost}, {"error": cause}), [])
@@ -315,5 +333,6 @@ def test_a_report_says_what_failed_before_what_came_of_it() -> None:
     nothing = report("train.py", seen({"steps": []}, {"steps": []}), [])
     assert "There was nothing to look at" in nothing
     fine = report("train.py", seen({}, {}, comparisons=[compare(gradients(), gradients())]), [])
-    assert "3 agree between 2 ranks and one (largest difference 0e+00" in fine
+    assert "  gradients  3 agree between 2 ranks and one; differences as parts of the gradient:\n" in fine
+    assert " 0e+00  a\n" in fine
     assert fine.endswith("Nothing wrong was found.")

@@ -46,7 +46,8 @@ def check(program: Program) -> tuple[Seen, list[Finding]]:
 
     Raises LaunchError if it could not be started, or does not end in time.
     """
-    with tempfile.TemporaryDirectory(prefix="samestep-") as name:
+    # Ranks that are killed with the launcher may still be making a file when the folder goes.
+    with tempfile.TemporaryDirectory(prefix="samestep-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for mode, ranks in (("parts", program.nproc_per_node), ("whole", 1)):
             said = _run(program, folder, mode, ranks)

@@ -26,6 +26,7 @@ class Difference:
     difference: float
     norm: float
     agrees: bool
+    is_noise: bool = False  # it agrees as it is next to nothing beside the others
 
     @property
     def relative(self) -> float:
@@ -82,6 +83,6 @@ def _differences(pairs: Mapping[str, tuple[Tensor, Tensor]], factor: float, halv
     for name, (part, whole) in pairs.items():
         difference = float((part - factor * whole).norm())
         norm = max(float(part.norm()), factor * float(whole.norm()))
-        agrees = difference <= max(relative * norm, floor * total)
-        found.append(Difference(name, difference, norm, agrees))
+        is_close, is_noise = difference <= relative * norm, difference <= floor * total
+        found.append(Difference(name, difference, norm, is_close or is_noise, is_noise and not is_close))
     return found

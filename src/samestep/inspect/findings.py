@@ -109,7 +109,7 @@ def gradients_differ(seen: Seen) -> Finding | None:
             return Finding(
                 "batchnorm",
                 "BatchNorm takes each rank's own batch for its statistics.",
-                f"{listed(norms)}; at step {number} {_differences(seen, comparison)}.",
+                f"Layers: {listed(norms)}. At step {number} {_differences(seen, comparison)}.",
                 "Convert the model with SyncBatchNorm.convert_sync_batchnorm(model) before it is wrapped, or keep "
                 "batches on each rank large and accept that results depend on the number of ranks.",
             )

@@ -182,7 +182,7 @@ class Recorder:
 
     def _share_weights(self, name: str, parameters: list[Tensor]) -> None:
         """Leave what a step on several ranks has made of the weights, or as the only rank go on with that."""
-        names = [self._names[id(parameter)] for parameter in parameters]
+        names = [self._names.get(id(parameter), "") for parameter in parameters]
         if self.mode == "parts":
             if self.seen.rank == 0:
                 self.keep(name, dict(zip(names, map(as_bare, parameters), strict=True)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from samestep.inspect.comparison import Difference
 from samestep.inspect.finding import Finding, Seen
 from samestep.launch.told import Told
 
@@ -12,6 +13,7 @@ __all__ = ["report"]
 
 _WIDTH = 100
 _MOST_ERROR_LINES = 15
+_MOST_PARAMETERS = 6
 
 
 def report(program: str, seen: Seen, found: Sequence[Finding]) -> str:
@@ -30,30 +32,57 @@ def report(program: str, seen: Seen, found: Sequence[Finding]) -> str:
 
 
 def _table(seen: Seen, found: Sequence[Finding]) -> list[str]:
-    rows = [("steps", f"{seen.num_steps} on every rank"), ("gradients", _gradients(seen))]
+    lines = [
+        *_row("steps", f"{seen.num_steps} on every rank"),
+        *_row("gradients", _gradients(seen)),
+        *_parameters(seen),
+    ]
     if seen.num_steps and not any(one.kind == "replicas" for one in found):
-        rows.append(("replicas", "the same weights and the same gradients on all ranks at every step"))
+        lines += _row("replicas", "the same weights and the same gradients on all ranks at every step")
     loaders = seen.ranks[0].loaders
     trained = sum(any(one.trains for one in loader.passes) for loader in loaders)
-    rows.append(("loaders", f"{trained} for training, {sum(bool(one.passes) for one in loaders) - trained} for others"))
-    return [line for name, text in rows for line in _wrapped(text, f"  {name:<11}", " " * 13)]
+    others = sum(bool(one.passes) for one in loaders) - trained
+    return lines + _row("loaders", f"{trained} for training, {others} for others")
 
 
 def _gradients(seen: Seen) -> str:
     if not seen.comparisons:
         return f"not compared: {seen.why_not}"
-    all_differences = [one for each in seen.comparisons for one in each.differences]
     if any(step.draws for rank in seen.ranks for step in rank.steps) and not _all_agree(seen):
         return "not compared: the program draws random numbers in its steps, besides dropout, which is off here"
     if _all_agree(seen):
-        largest = max((one.relative for one in all_differences if one.norm), default=0.0)
-        parameters = len({one.name for one in all_differences})
-        return (
-            f"{parameters} agree between {seen.size} ranks and one (largest difference {largest:.0e} of the gradient)"
-        )
+        count = len({one.name for each in seen.comparisons for one in each.differences})
+        return f"{count} agree between {seen.size} ranks and one; differences as parts of the gradient:"
     first = next(each for each in seen.comparisons if not each.agrees)
     wrong = sum(not one.agrees for one in first.differences) + len(first.missing)
-    return f"{wrong} of {len(first.differences) + len(first.missing)} differ between {seen.size} ranks and one"
+    count = len(first.differences) + len(first.missing)
+    return f"{wrong} of {count} differ between {seen.size} ranks and one; differences as parts of the gradient:"
+
+
+def _parameters(seen: Seen) -> list[str]:
+    """By how much gradients differ, of all steps the worst for each parameter, the worst parameters first."""
+    worst: dict[str, Difference] = {}
+    for one in (one for each in seen.comparisons for one in each.differences):
+        if one.name not in worst or _badness(one) > _badness(worst[one.name]):
+            worst[one.name] = one
+    order = sorted(worst.values(), key=_badness, reverse=True)
+    shown = [f"{one.relative:.0e}  {one.name}{_remark(one)}" for one in order[:_MOST_PARAMETERS]]
+    more = [f"and {len(order) - len(shown)} more, less"] if len(order) > len(shown) else []
+    return [f"{' ' * 15}{line}" for line in shown + more]
+
+
+def _badness(one: Difference) -> tuple[bool, float]:
+    return not one.agrees, -1.0 if one.is_noise else one.relative
+
+
+def _remark(one: Difference) -> str:
+    if not one.agrees:
+        return "  differs"
+    return "  (noise beside the other gradients)" if one.is_noise else ""
+
+
+def _row(name: str, text: str) -> list[str]:
+    return _wrapped(text, f"  {name:<11}", " " * 13)
 
 
 def _all_agree(seen: Seen) -> bool:
