@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from models import mlp
+from save_ranks import save_and_load
 from torch import Tensor, nn
 
 import samestep
 from samestep.comm.base import Communicator
 from samestep.errors import CheckpointError, CommunicatorError, MismatchError, MissingCheckpointError, SaveError
 from samestep.run import files, sealed
-from samestep.testing.ranks import run_threads
+from samestep.testing.ranks import run_processes, run_threads
 
 
 class DataParallel(nn.Module):
@@ -368,3 +369,8 @@ def test_links_and_permissions_stay(tmp_path: Path) -> None:
 
 def test_errors_pickle() -> None:
     assert str(pickle.loads(pickle.dumps(SaveError("rank 0: full")))) == "rank 0: full"
+
+
+def test_ranks_save_and_load_what_either_class_wraps(tmp_path: Path) -> None:
+    run_processes(save_and_load, 2, tmp_path)
+    assert len(os.listdir(tmp_path)) == 2
