@@ -232,6 +232,24 @@ def test_a_part_of_the_data_is_the_programs_choice() -> None:
     assert findings(seen(*ranks)) == []
 
 
+def streams(*digests: list[str]) -> Seen:
+    made = [loader(None, dealer=None, replicas=None) for _ in digests]
+    for one, its_own in zip(made, digests, strict=True):
+        one.passes[0].digests = its_own
+    return seen(*({"loaders": [one]} for one in made))
+
+
+def test_a_stream_that_all_ranks_read_whole() -> None:
+    assert "4 were the same on all" in only(streams(list("abcde"), list("abcdx"))).seen
+    for fine in (
+        (list("abcde"), list("vwxyz")),
+        (["a"] * 5, ["a"] * 5),
+        (list("abc"), list("abc")),
+        ([""] * 5, [""] * 5),
+    ):
+        assert findings(streams(*fine)) == []
+
+
 # Epochs
 
 

@@ -31,6 +31,7 @@ MISTAKES = {
         "In an epoch of 60 samples 60 are drawn more than once (RandomSampler on every rank), and 0",
     ),
     "same_rank": ("samples", "Ranks 0, 1 drew the same 30 samples in the same order (DistributedSampler)"),
+    "stream": ("samples", "Of the first 10 samples of loader 0 that each rank had, 10 were the same on all."),
     "evaluation": ("evaluation", "21 samples are counted as 22: DistributedSampler pads"),
     "files": ("files", "/runs/model.pt: by ranks 0, 1."),
     "clip": ("clipping", "Before step 0 every rank clipped its own gradients"),
@@ -43,6 +44,7 @@ FINE = {
     "fine_gan": "agree",
     "fine_text": "agree",
     "fine_stream": "agree",
+    "fine_rank0": "agree",
     "fine_random": "not compared: the program draws",
 }
 

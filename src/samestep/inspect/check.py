@@ -96,10 +96,8 @@ def _why_not(parts: Sequence[Observation], whole: Sequence[Observation]) -> str:
 
 
 def _alike(ranks: Sequence[Observation]) -> bool:
-    """Whether loaders of the same number are the same loader, as far as can be told."""
-    if len({len(one.loaders) for one in ranks}) != 1:
-        return False
-    for loaders in zip(*(one.loaders for one in ranks), strict=True):
+    """Whether loaders of the same number are the same loader, as far as can be told; some ranks may have more."""
+    for loaders in zip(*(one.loaders for one in ranks), strict=False):
         lengths = [one.length or 0 for one in loaders]  # of parts that ranks have cut themselves they differ a little
         if len({(one.sampler, one.batch_size) for one in loaders}) > 1 or max(lengths) - min(lengths) > len(ranks):
             return False

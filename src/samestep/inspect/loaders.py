@@ -93,6 +93,8 @@ class _Loaders:
                 if recorder.is_looking:
                     recorder.keep_batch(f"{name}-{recorder.seen.rank}", samples)
                 batch = _collated(loader, samples)
+            if note.indices is None and recorder.is_looking:
+                note.digests += map(sample_digest, samples if _is_collated(loader) else [samples])
             recorder.batch_comes(note)
             yield batch
             recorder.batch_is_done()

@@ -42,13 +42,14 @@ class Iteration:
 
     indices: the samples of the whole pass, also of batches that the program was spared; None where they have no
     numbers. complete: all of them are there. trains: there was a backward on its batches. evaluates: a model was in
-    evaluation mode, or gradients were off.
+    evaluation mode, or gradients were off. digests: of samples without numbers, the first ones.
     """
 
     indices: list[int] | None
     complete: bool = True
     trains: bool = False
     evaluates: bool = False
+    digests: list[str] = field(default_factory=list)
 
 
 @dataclass

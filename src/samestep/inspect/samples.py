@@ -16,6 +16,9 @@ _ENOUGH = 4  # samples in an order of which one can say that it came again by no
 
 def samples_shared(seen: Seen) -> Finding | None:
     """Samples that several ranks train on in the same epoch, or none does."""
+    streams = _streams_shared(seen)
+    if streams is not None:
+        return streams
     for loaders, passes in _passes(seen, trains=True):
         first = loaders[0]
         if not _same_data(loaders):
@@ -44,6 +47,24 @@ def samples_shared(seen: Seen) -> Finding | None:
                 f"{unseen} of {length} samples come to no rank: the sampler deals out to {first.replicas} ranks, and "
                 f"there are {seen.size}.",
                 "Leave num_replicas and rank out; the sampler finds them by itself.",
+            )
+    return None
+
+
+def _streams_shared(seen: Seen) -> Finding | None:
+    """The same samples of a stream on several ranks."""
+    for number, loaders in enumerate(zip(*(rank.loaders for rank in seen.ranks), strict=False)):
+        firsts = [set(one.passes[0].digests) - {""} for one in loaders if one.passes and one.passes[0].trains]
+        if len(firsts) < seen.size or min(map(len, firsts)) < _ENOUGH:
+            continue
+        shared = set.intersection(*firsts)
+        if 2 * len(shared) >= max(map(len, firsts)):
+            return Finding(
+                "samples",
+                "Ranks train on the same samples of a stream.",
+                f"Of the first {len(loaders[0].passes[0].digests)} samples of loader {number} that each rank had, "
+                f"{len(shared)} were the same on all.",
+                "Give the loader samestep.ShardedIterable(dataset), or deal the stream out by rank in its __iter__.",
             )
     return None
 
