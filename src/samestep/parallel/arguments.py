@@ -5,22 +5,25 @@ Texts of errors that torch's class raises too are torch's own: scripts and tests
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.parallel.plan import Parameter
 
 __all__ = [
     "buffer_owners",
+    "buffers_follow",
     "caps_in_bytes",
+    "check_delayed",
     "check_devices",
     "check_trainable",
     "choose_group",
     "describe_parameters",
-    "refuse",
 ]
 
 _MIB = 1 << 20
@@ -29,24 +32,59 @@ _DEFAULT_CAPS_MIB = (1, 25)  # torch's: a small first bucket, so that the first 
 Device = int | str | torch.device
 
 
-def refuse(**arguments: Any) -> None:
-    """Raise ValueError for any argument that is not None."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(
-                f"samestep's DistributedDataParallel does not support {name}; leave it out (got {value!r})"
-            )
+def choose_group(process_group: Any, device_mesh: Any, module: nn.Module) -> Any:
+    """Return the process group that the two arguments name together; the default one if neither does.
 
-
-def choose_group(process_group: Any, device_mesh: Any) -> Any:
-    """Return the process group that the two arguments name together; None for the default one."""
+    If the mesh is part of another one, `module`'s DTensor parameters, which are sharded over the rest of that, are put
+    into the form in which replicas of them can be averaged: torch's own function does it.
+    """
     if device_mesh is None:
-        return process_group
+        return dist.group.WORLD if process_group is None else process_group
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    if device_mesh._get_root_mesh() != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
     return device_mesh.get_group(mesh_dim=0)
+
+
+def buffers_follow(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Return whether buffers are kept alike in training, and whether they are made so at the start.
+
+    As in torch, forward_sync_buffers=False leaves the start alone, broadcast_buffers=False does not, and warns.
+    """
+    if broadcast_buffers is not None:
+        ignored = "" if forward_sync_buffers is None else "; it is ignored, as forward_sync_buffers is given too"
+        warnings.warn(
+            "`broadcast_buffers` is deprecated in torch 2.13; use `forward_sync_buffers`, which other than "
+            f"broadcast_buffers=False leaves alone that buffers are sent at the start{ignored}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    return broadcast_buffers is not False, broadcast_buffers is not False
+
+
+def check_delayed(named: Any, hooked: Any, parameters: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of the parameters that are to be exchanged last, from `delay_all_reduce_named_params`.
+
+    Raises ValueError unless it names some of `parameters`, and `hooked` (`param_to_hook_all_reduce`) is one of them, or
+    neither is given.
+    """
+    if (named is None) != (hooked is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+    if named is None:
+        return frozenset()
+    wrong = [name for name, parameter in named if parameters.get(name) is not parameter]
+    if wrong:
+        raise ValueError(f"delay_all_reduce_named_params: {wrong} are not the module's parameters of these names")
+    if not any(hooked is parameter and parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError("param_to_hook_all_reduce: expected a parameter of the module that requires a gradient")
+    return frozenset(name for name, _ in named)
 
 
 def check_trainable(parameters: Mapping[str, Tensor]) -> None:

@@ -31,6 +31,7 @@ class DenseBucket:
     def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         members = [parameters[i] for i in plan.indices]
         self.flat = flat
+        self.members, self._offsets = members, plan.offsets
         self.gradients, self.tail = self.flat[: plan.numel], self.flat[plan.numel :]
         views = [_view(self.flat, offset, p) for offset, p in zip(plan.offsets, members, strict=True)]
         self.entries = list(zip(plan.indices, members, views, strict=True))
@@ -106,6 +107,29 @@ class DenseBucket:
                 parameter.grad = view
         self._kept.clear()
 
+    # For communication hooks
+
+    def offer(self) -> Tensor:
+        """Return the packed gradients as one flat tensor, which a hook may write to."""
+        return self.gradients
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        """Return `buffer` (as many elements as `offer`'s) as one tensor a parameter, of the parameter's shape."""
+        flat = buffer.view(-1)
+        begin = int(flat.storage_offset())
+        places = zip(self._offsets, self.members, strict=True)
+        return [_view(flat, offset, parameter, begin) for offset, parameter in places]
+
+    def take(self, result: Tensor) -> None:
+        """Replace the gradients by `result`: as many elements, of any shape and dtype."""
+        if result.numel() != self.gradients.numel():
+            raise ValueError(
+                f"expected as many elements as the bucket's {self.gradients.numel()}, got the shape "
+                f"{list(result.shape)}"
+            )
+        with torch.no_grad():
+            self.gradients.copy_(result.detach().reshape(-1))
+
 
 class SparseBucket:
     """The gradient of one parameter that autograd gives as a sparse tensor; its rows are exchanged in `wait`."""
@@ -113,6 +137,7 @@ class SparseBucket:
     def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter]) -> None:
         (self.index,) = plan.indices
         self.parameter = parameters[self.index]
+        self.members = [self.parameter]
         self._grad = self._nothing()
         self._kept: Tensor | None = None
         self._communicator: Communicator | None = None
@@ -149,6 +174,20 @@ class SparseBucket:
             self.parameter.grad = total + earlier[self.index] if self.index in earlier else total
         self._grad, self._kept = self._nothing(), None
 
+    # For communication hooks
+
+    def offer(self) -> Tensor:
+        self._grad = self._grad.coalesce()
+        return self._grad
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        return [buffer]
+
+    def take(self, result: Tensor) -> None:
+        if result.shape != self.parameter.shape:
+            raise ValueError(f"expected the shape {list(self.parameter.shape)}, got {list(result.shape)}")
+        self._grad = (result if result.is_sparse else result.to_sparse(1)).detach().to(self.parameter.dtype)
+
     def _nothing(self) -> Tensor:
         return torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64, device=self.parameter.device),
@@ -176,10 +215,13 @@ def _end(plan: BucketPlan, members: Sequence[Tensor], number: int) -> int:
     return plan.offsets[number] + members[number].numel()
 
 
-def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Give the gradient the parameter's own strides where these are dense, so that optimizers walk both alike."""
+def _view(flat: Tensor, offset: int, parameter: Tensor, begin: int = 0) -> Tensor:
+    """Give the gradient the parameter's own strides where these are dense, so that optimizers walk both alike.
+
+    `flat` begins at element `begin` of its storage.
+    """
     if _dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), offset)
+        return flat.as_strided(parameter.shape, parameter.stride(), begin + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 

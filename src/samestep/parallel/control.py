@@ -43,6 +43,11 @@ class Control:
         """Return the parameters that no rank has a gradient for."""
         return {i for i, ranks in enumerate(_numbers(tail[: self._count])) if ranks == 0}
 
+    def used(self, tail: Tensor) -> Tensor:
+        """Return the part that says how many ranks have a gradient: int32, [parameters]."""
+        used = tail[: self._count]
+        return (used.real if used.is_complex() else used).to(torch.int32)
+
     def check(self, tail: Tensor) -> None:
         """Raise ReplicaError, on every rank alike, if the step must not be taken."""
         weight, weighted, *failed = _numbers(tail[self._count :])

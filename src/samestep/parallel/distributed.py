@@ -19,22 +19,27 @@ from samestep.errors import ReplicaError
 from samestep.parallel.arguments import (
     Device,
     buffer_owners,
+    buffers_follow,
     caps_in_bytes,
+    check_delayed,
     check_devices,
     check_trainable,
     choose_group,
     describe_parameters,
-    refuse,
 )
-from samestep.parallel.inputs import tensors_in, to_device
+from samestep.parallel.buffers import BufferHook
+from samestep.parallel.inputs import tensors_in
 from samestep.parallel.names import accept_both_forms
+from samestep.parallel.precision import MixedPrecision, read_config
 from samestep.parallel.reducer import Reducer
 from samestep.parallel.replicas import require_same_layout, send_values
+from samestep.parallel.statistics import Statistics
+from samestep.parallel.surface import Surface
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(Surface):
     """Wrap `module` so that each rank trains a replica of it and all replicas take the same step.
 
     Takes the arguments of torch.nn.parallel.DistributedDataParallel by their names and does what that class does: at
@@ -53,7 +58,8 @@ class DistributedDataParallel(nn.Module):
         module: the model, on its device already. At least one parameter must require a gradient.
         device_ids: None, or one CUDA device, to which inputs are moved; the module's parameters are there.
         output_device, dim: accepted; outputs stay where the module puts them.
-        broadcast_buffers, forward_sync_buffers: whether rank 0's buffers go to the others (default yes).
+        forward_sync_buffers, broadcast_buffers: whether rank 0's buffers go to the others (default yes); the latter is
+            the old name, and warned about, as in torch.
         init_sync: whether to compare the ranks' modules and send rank 0's values at the start.
         process_group: a torch.distributed group, or a samestep Communicator; None is the default group.
         bucket_cap_mb: size of a bucket in MiB; by default 1 for the first, 25 for the others.
@@ -62,7 +68,9 @@ class DistributedDataParallel(nn.Module):
             accepted, and their promises hold anyway: unused parameters are found, and gradients are views of buckets.
         check_reduction: accepted with torch's warning that it does nothing.
         device_mesh: a one-dimensional mesh whose group is used.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: refused unless None.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: pairs of name and parameter, whose gradients travel
+            last, and the parameter that torch's class waits for to send them.
+        mixed_precision: a MixedPrecision, ours or torch's: dtypes of computation, exchange and buffers.
 
     Raises RuntimeError (torch's own) for a module without trainable parameters or with uninitialised ones, or without a
     process group; ValueError for arguments that contradict each other; MismatchError if the ranks' modules differ.
@@ -86,7 +94,7 @@ class DistributedDataParallel(nn.Module):
         static_graph: bool = False,
         delay_all_reduce_named_params: Any = None,
         param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
+        mixed_precision: MixedPrecision | Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -96,35 +104,33 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a torch.nn.Module to wrap, got {type(module).__name__}")
-        refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-        )
         if check_reduction:
             warnings.warn("check_reduction does nothing; leave it out", FutureWarning, stacklevel=2)
-        self.process_group = choose_group(process_group, device_mesh)
-        self.communicator = communicator_for(self.process_group)
+        self.process_group = choose_group(process_group, device_mesh, module)
+        self.communicator, self.device_mesh = communicator_for(self.process_group), device_mesh
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = {n: p for n, p in module.named_parameters() if n not in self._ignored}
         check_trainable(parameters)
+        self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, parameters)
+        self._precision = None if mixed_precision is None else read_config(mixed_precision, module)
         self._input_device = check_devices(parameters.values(), device_ids, output_device)
-        self._caps_bytes = caps_in_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self._caps_bytes, self._caps_listed = caps_in_bytes(bucket_cap_mb, bucket_cap_mb_list), bool(bucket_cap_mb_list)
         self.module, self.device = module, next(iter(parameters.values())).device
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        follow = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.broadcast_buffers = follow is not False
+        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        follow, alike_at_start = buffers_follow(broadcast_buffers, forward_sync_buffers)
+        self._buffer_hook = BufferHook(enabled=follow)
         if init_sync:
-            # As in torch, forward_sync_buffers=False leaves the start alone, broadcast_buffers=False does not.
-            start = self.broadcast_buffers or forward_sync_buffers is not None
             values: dict[str, Tensor] = dict(parameters)
-            if start:
+            if alike_at_start:
                 values.update((n, b) for n, b in module.named_buffers() if n not in self._ignored)
             require_same_layout(self.communicator, values)
             send_values(self.communicator, values.values())
         self._make_reducer(parameters)
+        if self._precision is not None:
+            self._lower_precision(self._precision)
         self.register_load_state_dict_pre_hook(accept_both_forms)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -134,9 +140,9 @@ class DistributedDataParallel(nn.Module):
         """
         self._reducer.settle()
         self._look_after_parameters()
-        if self._input_device is not None:
-            inputs, kwargs = to_device((inputs, kwargs), self._input_device)
+        inputs, kwargs = self._before_forward(inputs, kwargs)
         output = self.module(*inputs, **kwargs)
+        self._after_forward()
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 self._reducer.expect(tensor)
@@ -169,6 +175,7 @@ class DistributedDataParallel(nn.Module):
                 raise ValueError(f"rank {self.communicator.rank}: a backward without a loss needs weight=0")
             loss.backward(retain_graph=retain_graph, create_graph=create_graph)
             return
+        self._check_weights_are_right()
         count = _number(weight)
         if not (math.isfinite(count) and count >= 0):
             raise ValueError(f"rank {self.communicator.rank}: expected a weight of at least 0, got {weight}")
@@ -215,48 +222,86 @@ class DistributedDataParallel(nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled. Raises torch's RuntimeError if the group is not the default one, which can't be."""
+        if self.process_group is not dist.group.WORLD:
+            self._log_and_throw(
+                RuntimeError,
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
+                "when you have called init_process_group and have not passed process_group argument to DDP constructor",
+            )
+        return self._settings()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled object over torch.distributed's default group, without its communication hook, as torch."""
+        self._restore(state, dist.group.WORLD)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """Copy module and settings; the copy exchanges over the same group and begins without gradients under way.
+
+        As in torch, communication hooks don't come along.
+        """
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other._restore(copy.deepcopy(self._settings(), memo), self.process_group)
+        return other
+
+    def _settings(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "communicator", "_reducer", "_frozen", "_placed"):
+        for name in ("process_group", "communicator", "device_mesh", "_reducer", "_frozen", "_placed", "_statistics"):
             del state[name]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled object over torch.distributed's default group, as torch's class does."""
-        self._restore(state, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Copy module and settings; the copy exchanges over the same group and begins without gradients under way."""
-        other = type(self).__new__(type(self))
-        memo[id(self)] = other
-        other._restore(copy.deepcopy(self.__getstate__(), memo), self.process_group)
-        return other
-
     def _restore(self, state: dict[str, Any], process_group: Any) -> None:
         super().__setstate__(state)
-        self.process_group, self.communicator = process_group, communicator_for(process_group)
+        self.process_group, self.communicator, self.device_mesh = process_group, communicator_for(process_group), None
+        self._lazy_init_ran = False
         self._make_reducer({n: p for n, p in self.module.named_parameters() if n not in self._ignored})
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
-        """Leave parameters and buffers of these names alone when `module` is wrapped; as torch's method."""
-        module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+        if self._precision is not None:
+            self._reduce_in_lower_precision(self._precision)
 
     def _make_reducer(self, parameters: Mapping[str, nn.Parameter]) -> None:
         trainable = {n: p for n, p in parameters.items() if p.requires_grad}
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
         self._placed = [(n, p, p.device, p.dtype) for n, p in trainable.items()]
+        self._statistics = Statistics()
         self._reducer = Reducer(
             list(trainable.values()),
             describe_parameters(self.module, trainable),
             self.communicator,
             self._caps_bytes,
             also=self._buffer_sender(),
+            late=[number for number, name in enumerate(trainable) if name in self._delayed],
+            statistics=self._statistics,
         )
+
+    def _renew_reducer(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        before = self._reducer
+        before.detach()
+        self._make_reducer(parameters)
+        self._reducer.sync, self._reducer.then = before.sync, before.then
+        if before.comm_hook is not None:
+            self._reducer.comm_hook = before.comm_hook
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on over another group, from the next step on; all its ranks call it, between steps. As torch's method.
+
+        Gradients that accumulate stay this rank's.
+        """
+        self.communicator = communicator_for(new_process_group)
+        self.process_group, self.device_mesh = new_process_group or dist.group.WORLD, None
+        self._renew_reducer({n: p for n, p in self.module.named_parameters() if n not in self._ignored})
 
     def _buffer_sender(self) -> Callable[[], None]:
         communicator = self.communicator
-        owners = buffer_owners(self.module, self._ignored) if self.broadcast_buffers else []
-        return lambda: send_values(communicator, [owner.get_buffer(name) for owner, name in owners])
+        owners, hook = buffer_owners(self.module, self._ignored), self._buffer_hook
+
+        def send() -> None:
+            if hook.registered:
+                hook.finish()
+            elif hook.enabled:
+                send_values(communicator, [owner.get_buffer(name) for owner, name in owners])
+
+        return send
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedDataParallel:
         super()._apply(fn, recurse)
@@ -289,10 +334,7 @@ class DistributedDataParallel(nn.Module):
             )
         parameters = {n: p for n, p in self.module.named_parameters() if n not in self._ignored}
         require_same_layout(self.communicator, parameters)
-        sync = self.require_backward_grad_sync
-        self._reducer.detach()
-        self._make_reducer(parameters)
-        self.require_backward_grad_sync = sync
+        self._renew_reducer(parameters)
 
 
 def _number(weight: float | Tensor) -> float:

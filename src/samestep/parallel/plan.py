@@ -5,7 +5,7 @@ All ranks must arrive at the same plan, so a plan is a frozen value that can be 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["BucketPlan", "Parameter", "Plan", "complete_order", "make_plan"]
@@ -71,6 +71,7 @@ def make_plan(
     parameters: Sequence[Parameter],
     order: Iterable[int],
     caps_bytes: Sequence[int],
+    late: Collection[int] = (),
     *,
     whole_bytes: int | None = None,
 ) -> Plan:
@@ -79,7 +80,7 @@ def make_plan(
     A bucket is closed once it holds at least its cap. The caps, in bytes, are those of the first, second, ... bucket of
     a kind (dtype and device); the last one serves all further ones. A bucket's exchange can start when its last
     parameter has its gradient, so buckets are put in the order of their last parameters. Sparse ones get one each, and
-    so do those of `whole_bytes` or more.
+    so do those of `whole_bytes` or more. Those in `late` come after all others, each kind in one bucket of any size.
 
     The rule (a small first bucket so that the first exchange starts early; caps; one kind a bucket) is that of
     `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.
@@ -94,9 +95,12 @@ def make_plan(
     held: dict[tuple[str, str], int] = {}
     closed: dict[tuple[str, str], int] = {}
     groups: list[list[Parameter]] = []
+    whole = {p.index for p in parameters if p.index not in late and _is_whole(p, whole_bytes)}
     for index in order:
         parameter = parameters[index]
-        if parameter.sparse or _is_whole(parameter, whole_bytes):
+        if index in late:
+            continue
+        if parameter.sparse or index in whole:
             groups.append([parameter])
             continue
         kind = (parameter.dtype, parameter.device)
@@ -108,7 +112,8 @@ def make_plan(
             held[kind] = 0
     groups.extend(open_buckets.values())
     groups.sort(key=lambda group: place[group[-1].index])
-    return Plan(tuple(_bucket(group, whole=_is_whole(group[0], whole_bytes)) for group in groups))
+    groups.extend(_one_of_each_kind([parameters[index] for index in order if index in late]))
+    return Plan(tuple(_bucket(group, whole=group[0].index in whole) for group in groups))
 
 
 def complete_order(arrivals: Iterable[int], count: int) -> list[int]:
@@ -118,6 +123,14 @@ def complete_order(arrivals: Iterable[int], count: int) -> list[int]:
     """
     seen = dict.fromkeys(arrivals)
     return [*seen, *(index for index in reversed(range(count)) if index not in seen)]
+
+
+def _one_of_each_kind(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+    kinds: dict[object, list[Parameter]] = {}
+    for parameter in parameters:
+        kind = parameter.index if parameter.sparse else (parameter.dtype, parameter.device)
+        kinds.setdefault(kind, []).append(parameter)
+    return list(kinds.values())
 
 
 def _is_whole(parameter: Parameter, whole_bytes: int | None) -> bool:

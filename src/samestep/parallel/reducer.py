@@ -16,7 +16,7 @@ exact counts in every order of arrival; hooks on the last parameters alone would
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from samestep.errors import ReplicaError
 from samestep.parallel.arrivals import Arrivals, learned
 from samestep.parallel.bucket import Bucket, DenseBucket, SparseBucket
 from samestep.parallel.control import Control
+from samestep.parallel.hooks import CommHook, HookedBucket, hooked
 from samestep.parallel.plan import BucketPlan, Parameter, complete_order, make_plan
 from samestep.parallel.reduction import Exchange, plain_sum
+from samestep.parallel.statistics import Statistics
 from samestep.parallel.whole import WHOLE_BYTES, WholeBucket
 
 __all__ = ["Reducer"]
@@ -53,7 +55,11 @@ class Reducer:
 
     `specs` describe the parameters; `caps_bytes` are `make_plan`'s; `also` is called at the end of each synchronised
     backward, on every rank. `sync` may be cleared to accumulate gradients locally; what counts is its value when a
-    backward's first gradient arrives. `detach()` takes the hooks off, and so does the end of the object.
+    backward's first gradient arrives. `then` is called when gradients are there, if the step is good. Parameters in
+    `late` are exchanged last. `detach()` takes the hooks off, and so does the end of the object.
+
+    To be looked at: `plan`, and `first_plan`, the same object until the order of arrival was learned; `arrivals` of the
+    last backward; `is_open`.
     """
 
     def __init__(
@@ -65,8 +71,12 @@ class Reducer:
         *,
         exchange: Exchange = plain_sum,
         also: Callable[[], None] = lambda: None,
+        late: Collection[int] = (),
+        statistics: Statistics | None = None,
     ) -> None:
         self.sync = True
+        self.then: Callable[[], None] = lambda: None
+        self._late, self._statistics = frozenset(late), statistics or Statistics()
         self._parameters, self._specs, self._communicator = parameters, specs, communicator
         self._caps_bytes, self._exchange, self._also = caps_bytes, exchange, also
         self._control = Control(len(parameters), communicator.rank, communicator.size)
@@ -78,7 +88,10 @@ class Reducer:
         self._closing: weakref.ref[_Closing] | None = None
         self._open = self._syncing = False
         self._started = 0
+        self._comm_hook: CommHook | None = None
+        self._buckets: Sequence[Bucket | HookedBucket] = ()
         self._make_buckets(complete_order((), len(parameters)))
+        self.first_plan, self.arrivals = self.plan, Arrivals(self.plan, self._bucket_of, None)
         handles = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)]
         self.detach = weakref.finalize(self, _remove, handles)
 
@@ -86,6 +99,40 @@ class Reducer:
     def accumulating(self) -> bool:
         """Whether there are gradients that only this rank knows."""
         return any(self._used)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward is running, or has ended with an exception and is not made good for yet."""
+        return self._open
+
+    def used_counts(self) -> Tensor:
+        """Return, for each parameter, on how many ranks it took part in the last synchronised backward: int32, [n].
+
+        Zeros before the first, and only between backwards.
+        """
+        return self._control.used(self._tail) if self._counts is None else self._counts
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """What averages the buckets in place of `exchange`; to be set on all ranks between the same two backwards.
+
+        A hook is given gradients as they are, undivided, and what it returns counts as the average. The control numbers
+        then travel alone, once it is known whether the hook worked.
+        """
+        return self._comm_hook
+
+    @comm_hook.setter
+    def comm_hook(self, hook: CommHook) -> None:
+        self.settle()
+        if self._open:
+            raise ReplicaError(
+                f"rank {self._communicator.rank}: a communication hook was registered while a backward was running; do "
+                "that between steps"
+            )
+        self._comm_hook = hook
+        self._make_buckets(self._order)
+        if self._expected is None:
+            self.first_plan = self.plan
 
     def expect(self, output: Tensor) -> None:
         """Open the backward that comes through `output`, which the module returned, in the graph that it belongs to.
@@ -167,12 +214,13 @@ class Reducer:
             tail, self._unchecked = self._unchecked, None
             self._control.check(tail)
         self._open, self._syncing, self._started = True, self.sync, 0
-        self._arrivals = Arrivals(self._plan, self._bucket_of, self._expected)
+        self._statistics.begin("backward")
+        self.arrivals = Arrivals(self.plan, self._bucket_of, self._expected)
 
     def _arrived(self, index: int) -> None:
         self._ensure_open()
         self._used[index] = 1
-        in_time = self._arrivals.add(index)
+        in_time = self.arrivals.add(index)
         if not self._syncing:
             return
         if not in_time and self._expected is not None:
@@ -182,32 +230,38 @@ class Reducer:
                 "bucket had left: it takes part more often in this backward than in those before. This is known from "
                 "now on; zero the gradients and repeat the step on every rank"
             )
-        while self._started < min(self._arrivals.ready, len(self._buckets) - 1):
+        while self._started < min(self.arrivals.ready, len(self._buckets) - 1):
             self._start_next()
 
     def _close(self) -> None:
         self._closing = None
-        if self._syncing and self._arrivals.order:
+        if self._syncing and self.arrivals.order:
             self._exchange_all()
         else:  # gradients accumulate, or autograd.grad went through the module's output
             self._open = False
 
     def _exchange_all(self) -> None:
+        self._statistics.end("backward")
         self._start_rest()
         tail = self._tail
         try:
             self._also()
             self._wait_all()
+            self._statistics.end("exchange")
+            self._statistics.saw(bytes(self._used))
             if tail.device.type == "cpu":
                 self._control.check(tail)
             else:  # looking at it now would make the host wait for the device in every step
                 self._unchecked = tail.clone()
             divisor = None if self._weight is None else self._control.total_weight(tail)
+            if divisor is not None and self._comm_hook is not None:  # it divided by the number of ranks
+                divisor = divisor / self._communicator.size
             unused = set() if all(self._used) else self._control.unused(tail)
             for bucket in self._buckets:
                 bucket.unpack(divisor, unused, self._earlier)
         finally:
             self._forget()
+        self.then()
         if self._expected is None:
             self._learn()
 
@@ -218,23 +272,28 @@ class Reducer:
 
     def _learn(self) -> None:
         """Make the buckets anew in the order in which rank 0's gradients arrived."""
-        self._expected = learned(self._arrivals.order, len(self._parameters))
-        arrived = self._communicator.broadcast_object(self._arrivals.order)
+        self._expected = learned(self.arrivals.order, len(self._parameters))
+        arrived = self._communicator.broadcast_object(self.arrivals.order)
         self._make_buckets(complete_order(arrived, len(self._parameters)))
 
     # Buckets
 
     def _make_buckets(self, order: Sequence[int]) -> None:
-        self._plan = make_plan(self._specs, order, self._caps_bytes, whole_bytes=WHOLE_BYTES)
+        self._order = list(order)
+        self._counts = self.used_counts() if self._buckets else None
+        whole = WHOLE_BYTES if self._comm_hook is None else None
+        self.plan = make_plan(self._specs, order, self._caps_bytes, self._late, whole_bytes=whole)
         self._bucket_of = [0] * len(self._parameters)
-        for number, planned in enumerate(self._plan.buckets):
+        for number, planned in enumerate(self.plan.buckets):
             for index in planned.indices:
                 self._bucket_of[index] = number
-        last = self._plan.buckets[-1]
-        rides = not (last.sparse or last.whole) and self._parameters[last.indices[0]].dtype in _CONTROL_DTYPES
+        last = self.plan.buckets[-1]
+        fits = not (last.sparse or last.whole) and self._parameters[last.indices[0]].dtype in _CONTROL_DTYPES
+        rides = fits and self._comm_hook is None
         extra = self._control.length if rides else 0
-        self._buckets = [self._bucket(planned, extra if planned is last else 0) for planned in self._plan.buckets]
-        final = self._buckets[-1]
+        buckets = [self._bucket(planned, extra if planned is last else 0) for planned in self.plan.buckets]
+        final = buckets[-1]
+        self._buckets = buckets if self._comm_hook is None else hooked(buckets, self._comm_hook)
         self._rides = isinstance(final, DenseBucket) and rides
         if isinstance(final, DenseBucket) and rides:
             self._tail = final.tail
@@ -257,25 +316,39 @@ class Reducer:
     def _start_rest(self, *, failed: bool = False) -> None:
         while self._started < len(self._buckets):
             self._start_next(failed=failed)
+        if self._comm_hook is not None:
+            self._wait_buckets()
+            self._send_control(failed=failed or self._comm_hook.error is not None)
 
     def _start_next(self, *, failed: bool = False) -> None:
+        self._statistics.begin("exchange")
         bucket = self._buckets[self._started]
         if failed:
             bucket.clear(self._used)
         else:
-            bucket.pack(None if self._weight is not None else 1.0 / self._communicator.size, self._used)
+            whole = self._weight is not None or self._comm_hook is not None
+            bucket.pack(None if whole else 1.0 / self._communicator.size, self._used)
         self._started += 1
-        if bucket is self._buckets[-1]:
-            self._control.write(self._tail, self._used, self._weight, failed=failed)
-            if not self._rides:
-                self._tail_work = self._communicator.start(AllReduce(self._tail))
+        if bucket is self._buckets[-1] and self._comm_hook is None:
+            self._send_control(failed=failed)
         bucket.start(self._communicator, self._exchange)
 
-    def _wait_all(self) -> None:
+    def _send_control(self, *, failed: bool) -> None:
+        self._counts = None
+        self._control.write(self._tail, self._used, self._weight, failed=failed)
+        if not self._rides:
+            self._tail_work = self._communicator.start(AllReduce(self._tail))
+
+    def _wait_buckets(self) -> None:
         for bucket in self._buckets:
             bucket.wait()
+
+    def _wait_all(self) -> None:
+        self._wait_buckets()
         if not self._rides:
             self._tail_work.wait()
+        if self._comm_hook is not None:
+            self._comm_hook.raise_error()
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
