@@ -170,32 +170,38 @@ def check_hook(hook: object) -> None:
     """Raise what torch raises, in its words, for a hook that can't be one.
 
     TypeError if it can't be called, or not with two arguments; ValueError for annotations that promise something else.
-    Annotations may be strings, as `from __future__ import annotations` makes them.
+    Annotations may be strings, as `from __future__ import annotations` makes them; those that name nothing pass.
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     if isinstance(getattr(hook, "traits", None), Traits):
         return  # one of ours
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # some callables in C have none
+    signature = _signature(hook)
+    if signature is None:  # some callables in C have none
         return
     try:
         bound = list(signature.bind(None, None).arguments)
     except TypeError as error:
         raise TypeError(f"Communication hook must be callable as hook(state, bucket): {error}") from None
     bucket = signature.parameters.get("bucket", signature.parameters[bound[-1]])
-    if not _says(bucket.annotation, (_TorchsBucket, GradBucket), ("GradBucket",)):
+    if not _says(bucket.annotation, (_TorchsBucket, GradBucket)):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    futures = (torch.futures.Future[Tensor], Promise)
-    if not _says(signature.return_annotation, futures, ("Future[torch.Tensor]", "Future[Tensor]", "Promise")):
+    if not _says(signature.return_annotation, (torch.futures.Future[Tensor], Promise)):
         raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
 
 
-def _says(annotation: Any, allowed: Sequence[Any], names: Sequence[str]) -> bool:
-    if isinstance(annotation, str):
-        return annotation.endswith(tuple(names))
-    return annotation is inspect.Parameter.empty or annotation is Any or annotation in allowed
+def _signature(hook: Callable[..., object]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except Exception:  # noqa: BLE001 - names that can't be looked up here can raise anything
+        try:
+            return inspect.signature(hook)
+        except (TypeError, ValueError):
+            return None
+
+
+def _says(annotation: Any, allowed: Sequence[Any]) -> bool:
+    return annotation in (inspect.Parameter.empty, Any, *allowed) or isinstance(annotation, str)
 
 
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."

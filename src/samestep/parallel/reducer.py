@@ -298,7 +298,7 @@ class Reducer:
         if isinstance(final, DenseBucket) and rides:
             self._tail = final.tail
         else:
-            self._tail = torch.zeros(self._control.length, device=self._communicator.device)
+            self._tail = torch.zeros(self._control.length, dtype=torch.float64, device=self._communicator.device)
 
     def _bucket(self, planned: BucketPlan, extra: int) -> Bucket | WholeBucket:
         if planned.sparse:
@@ -309,7 +309,9 @@ class Reducer:
 
     def _memory(self, planned: BucketPlan, extra: int) -> Tensor:
         first = self._parameters[planned.indices[0]]
-        if self._expected is None or first.device.type != "cpu":  # before the order is known, buckets serve but once
+        strange = self._comm_hook is not None and not self._comm_hook.traits.at_once  # may resize it, as PowerSGD does
+        # Before the order is known, buckets serve but once.
+        if self._expected is None or strange or first.device.type != "cpu":
             return first.new_zeros(planned.numel + extra, requires_grad=False)
         return self._communicator.empty((planned.numel + extra,), first.dtype)
 
