@@ -1,7 +1,8 @@
-"""Runs the tests of collectives that come in torch's wheel, on the CPU, over a backend of choice.
+"""Runs the distributed tests that come in torch's wheel, on the CPU, over a backend of choice.
 
     tests/torch_suite.py --backend gloo --ranks 2 test_all_reduce_sum test_broadcast
     tests/torch_suite.py --backend samestep --ranks 4 --json outcomes.json
+    tests/torch_suite.py --backend gloo --ranks 2 --ours test_ddp_namedtuple
 
 Prints one line of JSON for each test: its name, its outcome (passed, skipped, failed or hung), how long it took, and
 what was said. The ranks are forked once torch's suite is imported, and take one test after the other, each with a
@@ -51,12 +52,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", required=True)
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--ours", action="store_true", help="our DistributedDataParallel in the place of torch's")
     parser.add_argument("--json", type=Path, help="write {test: [outcome, seconds]} here")
     parser.add_argument("--skip", nargs="*", default=[], help="tests to leave out")
     parser.add_argument("tests", nargs="*", help="all that need no GPU, if none is named")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        suite = _import_suite(args.ranks, folder)
+        suite = _import_suite(args.ranks, folder, ours=args.ours)
         outcomes = {}
         tests = [test for test in args.tests or _all(suite) if test not in args.skip]
         for test, outcome, took_s, said in _run(suite, tests, args.ranks, args.backend, folder):
@@ -68,7 +70,7 @@ def main() -> int:
     return 0
 
 
-def _import_suite(ranks: int, folder: str) -> ModuleType:
+def _import_suite(ranks: int, folder: str, *, ours: bool) -> ModuleType:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,6 +89,8 @@ def _import_suite(ranks: int, folder: str) -> ModuleType:
     common.skip_if_lt_x_gpu = common.require_n_gpus_for_nccl_backend = lambda *_, **__: lambda fn: fn
     common.skip_if_no_gpu = lambda fn: fn
     common.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
+    if ours:
+        importlib.import_module("samestep.launch.drop_in").replace_torchs_class()
     suite = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     _keep_on_the_cpu()
     return suite

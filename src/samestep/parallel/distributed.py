@@ -64,8 +64,9 @@ class DistributedDataParallel(Surface):
         process_group: a torch.distributed group, or a samestep Communicator; None is the default group.
         bucket_cap_mb: size of a bucket in MiB; by default 1 for the first, 25 for the others.
         bucket_cap_mb_list: sizes of the first, second, ... bucket in MiB; the last serves all further ones.
-        find_unused_parameters, static_graph, gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params:
-            accepted, and their promises hold anyway: unused parameters are found, and gradients are views of buckets.
+        find_unused_parameters, static_graph, gradient_as_bucket_view, batched_grad_copy: accepted, and their promises
+            hold anyway: unused parameters are found, and gradients are views of buckets.
+        skip_all_reduce_unused_params: whether to leave out, from the second step on, what no rank used in the first.
         check_reduction: accepted with torch's warning that it does nothing.
         device_mesh: a one-dimensional mesh whose group is used.
         delay_all_reduce_named_params, param_to_hook_all_reduce: pairs of name and parameter, whose gradients travel
@@ -273,6 +274,7 @@ class DistributedDataParallel(Surface):
             late=[number for number, name in enumerate(trainable) if name in self._delayed],
             statistics=self._statistics,
         )
+        self._reducer.skip_unused = self.skip_all_reduce_unused_params
 
     def _renew_reducer(self, parameters: Mapping[str, nn.Parameter]) -> None:
         before = self._reducer

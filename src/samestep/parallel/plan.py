@@ -72,6 +72,7 @@ def make_plan(
     order: Iterable[int],
     caps_bytes: Sequence[int],
     late: Collection[int] = (),
+    absent: Collection[int] = (),
     *,
     whole_bytes: int | None = None,
 ) -> Plan:
@@ -80,7 +81,8 @@ def make_plan(
     A bucket is closed once it holds at least its cap. The caps, in bytes, are those of the first, second, ... bucket of
     a kind (dtype and device); the last one serves all further ones. A bucket's exchange can start when its last
     parameter has its gradient, so buckets are put in the order of their last parameters. Sparse ones get one each, and
-    so do those of `whole_bytes` or more. Those in `late` come after all others, each kind in one bucket of any size.
+    so do those of `whole_bytes` or more. Those in `late` come after all others, each kind in one bucket of any size;
+    those in `absent` don't come at all.
 
     The rule (a small first bucket so that the first exchange starts early; caps; one kind a bucket) is that of
     `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.
@@ -90,6 +92,7 @@ def make_plan(
         raise ValueError(f"expected each of the {len(parameters)} parameters' indices once, got the order {order}")
     if not caps_bytes or min(caps_bytes) < 0:
         raise ValueError(f"expected at least one bucket cap, none negative, got {list(caps_bytes)} bytes")
+    order = [index for index in order if index not in absent]
     place = {index: position for position, index in enumerate(order)}
     open_buckets: dict[tuple[str, str], list[Parameter]] = {}
     held: dict[tuple[str, str], int] = {}

@@ -56,7 +56,8 @@ class Reducer:
     `specs` describe the parameters; `caps_bytes` are `make_plan`'s; `also` is called at the end of each synchronised
     backward, on every rank. `sync` may be cleared to accumulate gradients locally; what counts is its value when a
     backward's first gradient arrives. `then` is called when gradients are there, if the step is good. Parameters in
-    `late` are exchanged last. `detach()` takes the hooks off, and so does the end of the object.
+    `late` are exchanged last. With `skip_unused`, those that no rank used in the first synchronised backward are left
+    out of all others. `detach()` takes the hooks off, and so does the end of the object.
 
     To be looked at: `plan`, and `first_plan`, the same object until the order of arrival was learned; `arrivals` of the
     last backward; `is_open`.
@@ -75,7 +76,8 @@ class Reducer:
         statistics: Statistics | None = None,
     ) -> None:
         self.sync = True
-        self.then: Callable[[], None] = lambda: None
+        self.then: Callable[[], None] | None = None
+        self.skip_unused, self._absent = False, frozenset[int]()
         self._late, self._statistics = frozenset(late), statistics or Statistics()
         self._parameters, self._specs, self._communicator = parameters, specs, communicator
         self._caps_bytes, self._exchange, self._also = caps_bytes, exchange, also
@@ -156,7 +158,7 @@ class Reducer:
                     "every backward of it a weight, or none"
                 )
             for index, parameter in enumerate(self._parameters):
-                if parameter.grad is not None:
+                if parameter.grad is not None and index not in self._absent:
                     self._earlier[index], parameter.grad = parameter.grad.detach().clone(), None
         self._weight = weight + (self._weight or 0.0)
 
@@ -219,6 +221,11 @@ class Reducer:
 
     def _arrived(self, index: int) -> None:
         self._ensure_open()
+        if index in self._absent:
+            raise ReplicaError(
+                f"rank {self._communicator.rank}: parameter {self._specs[index].name} took no part in the first "
+                "backward, so its gradient is not exchanged, as skip_all_reduce_unused_params was given; leave that out"
+            )
         self._used[index] = 1
         in_time = self.arrivals.add(index)
         if not self._syncing:
@@ -249,7 +256,7 @@ class Reducer:
             self._wait_all()
             self._statistics.end("exchange")
             self._statistics.saw(bytes(self._used))
-            if tail.device.type == "cpu":
+            if tail.device.type == "cpu" or self.then is not None:
                 self._control.check(tail)
             else:  # looking at it now would make the host wait for the device in every step
                 self._unchecked = tail.clone()
@@ -261,8 +268,11 @@ class Reducer:
                 bucket.unpack(divisor, unused, self._earlier)
         finally:
             self._forget()
-        self.then()
+        if self.then is not None:
+            self.then()
         if self._expected is None:
+            if self.skip_unused and len(unused) < len(self._parameters):
+                self._absent = frozenset(unused)
             self._learn()
 
     def _forget(self) -> None:
@@ -282,7 +292,9 @@ class Reducer:
         self._order = list(order)
         self._counts = self.used_counts() if self._buckets else None
         whole = WHOLE_BYTES if self._comm_hook is None else None
-        self.plan = make_plan(self._specs, order, self._caps_bytes, self._late, whole_bytes=whole)
+        self.plan = make_plan(
+            self._specs, order, self._caps_bytes, self._late, self._absent, whole_bytes=whole
+        )
         self._bucket_of = [0] * len(self._parameters)
         for number, planned in enumerate(self.plan.buckets):
             for index in planned.indices:

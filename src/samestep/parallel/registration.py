@@ -128,7 +128,8 @@ class Registration(nn.Module):
         before = self._reducer.then
 
         def both() -> None:
-            before()
+            if before is not None:
+                before()
             step()
 
         self._reducer.then = both

@@ -108,9 +108,15 @@ class Surface(Registration):
         return len({p.device for p in self.module.parameters()}) > 1
 
     def _set_static_graph(self) -> None:
-        """Say that the graph is static. Nothing depends on it here; warns as torch's method does."""
+        """Say that the graph is static; nothing depends on it here. Warns and raises as torch's method does."""
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+        elif self._reducer.plan is not self._reducer.first_plan:
+            self._log_and_throw(
+                RuntimeError,
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed",
+            )
         self.static_graph = True
 
     def _set_ddp_sink_clone(self, value: bool) -> None:
