@@ -256,6 +256,8 @@ class DistributedDataParallel(Surface):
         super().__setstate__(state)
         self.process_group, self.communicator, self.device_mesh = process_group, communicator_for(process_group), None
         self._lazy_init_ran = False
+        if self._ignored:  # copies of parameters have lost their marks
+            self._set_params_and_buffers_to_ignore_for_model(self.module, list(self._ignored))
         self._make_reducer({n: p for n, p in self.module.named_parameters() if n not in self._ignored})
         if self._precision is not None:
             self._reduce_in_lower_precision(self._precision)
