@@ -183,6 +183,7 @@ def test_attributes_and_methods_by_torchs_names() -> None:
         assert model._build_debug_param_to_name_mapping(parameters) == dict(enumerate(names))
         assert (model.device_type, model.is_multi_device_module, model._distributed_rank) == ("cpu", False, comm.rank)
         assert (model.mixed_precision, model.device_mesh, model.bucket_bytes_cap) == (None, None, 25 << 20)
+        assert DistributedDataParallel._get_active_ddp_module() is None  # what torch.compile asks for
         assert model.to_kwargs((torch.ones(1),), {"a": 1}, None)[1] == [{"a": 1}]
 
     run_threads(rank, 1)

@@ -44,7 +44,7 @@ def choose_group(process_group: Any, device_mesh: Any, module: nn.Module) -> Any
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    if device_mesh._get_root_mesh() != device_mesh:
+    if _root_of(device_mesh) != device_mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
@@ -161,6 +161,14 @@ def describe_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> 
         Parameter(i, name, tuple(p.shape), str(p.dtype), str(p.device), p.element_size(), id(p) in sparse)
         for i, (name, p) in enumerate(parameters.items())
     ]
+
+
+def _root_of(mesh: Any) -> Any:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # until torch 2.9
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def _device(device: Device, kind: str) -> torch.device:

@@ -106,7 +106,8 @@ class HookedBucket:
 
     An exception in the hook is noted, and this rank's failure told to the others at the end of backward. Until then it
     keeps step with them as well as can be done from outside: a hook that failed where it was called is taken not to
-    have begun its exchange, and is called once more, with zeros, for the sake of the ranks that wait in it.
+    have begun its exchange, and is called once more, with zeros, for the sake of the ranks that wait in it. If that
+    fails too, nothing can be done for them, and the exception leaves backward at once.
     """
 
     def __init__(self, bucket: Bucket, place: tuple[int, int], hook: CommHook, before: HookedBucket | None) -> None:
@@ -114,13 +115,14 @@ class HookedBucket:
         self._index, self._count = place
         self._promise: Promise | None = None
         self._used = bytearray()
+        self._given_up = False  # the step has failed on this rank already
 
     def pack(self, scale: float | None, used: bytearray) -> None:
-        self._used = used
+        self._used, self._given_up = used, False
         self._bucket.pack(scale, used)
 
     def clear(self, used: bytearray) -> None:
-        self._used = used
+        self._used, self._given_up = used, True
         self._bucket.clear(used)
 
     def start(self, communicator: Communicator, exchange: Exchange) -> None:
@@ -129,12 +131,16 @@ class HookedBucket:
         try:
             self._promise = self._ask()
         except Exception as error:  # noqa: BLE001 - raised at the end of backward
+            if not self._given_up:
+                self._once_more(error)
             self._hook.note(error)
-            self._bucket.clear(self._used)
-            try:
-                self._promise = self._ask()
-            except Exception:  # noqa: BLE001 - the first error is raised
-                self._promise = None
+
+    def _once_more(self, error: Exception) -> None:
+        self._bucket.clear(self._used)
+        try:
+            self._promise = self._ask()
+        except Exception:  # noqa: BLE001 - the first one tells more
+            raise error from None
 
     def wait(self) -> None:
         promise, self._promise = self._promise, None

@@ -25,8 +25,6 @@ from samestep.parallel.statistics import Statistics
 
 __all__ = ["Registration"]
 
-_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
-
 
 class Registration(nn.Module):
     """The methods that register something, and what calls it around forward, for DistributedDataParallel to inherit."""
@@ -72,7 +70,7 @@ class Registration(nn.Module):
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         traits = traits_of(hook)
         whole = averages if averages is not None else traits.averages and self._is_everyone(state)
-        self._set_hook(CommHook(state, hook, Traits(whole, traits.at_once), name))
+        self._set_hook(CommHook(state, hook, Traits(whole, traits.at_once), name), "register_comm_hook")
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Average by one of torch's two built-in hooks: dist.BuiltinCommHookType.ALLREDUCE or FP16_COMPRESS."""
@@ -83,11 +81,13 @@ class Registration(nn.Module):
         if comm_hook_type not in ours:
             raise TypeError(f"expected one of {[str(kind) for kind in ours]}, got {comm_hook_type!r}")
         hook = ours[comm_hook_type]
-        self._set_hook(CommHook(self.communicator, hook, traits_of(hook), str(comm_hook_type)))
+        made = CommHook(self.communicator, hook, traits_of(hook), str(comm_hook_type))
+        self._set_hook(made, "register_builtin_comm_hook")
 
-    def _set_hook(self, hook: CommHook) -> None:
+    def _set_hook(self, hook: CommHook, by: str) -> None:
         if self._reducer.comm_hook is not None:
-            self._log_and_throw(RuntimeError, _TWICE)
+            (other,) = {"register_comm_hook", "register_builtin_comm_hook"} - {by}
+            self._log_and_throw(RuntimeError, f"{by} or {other} can only be called once.")
         self._reducer.comm_hook = hook
 
     def _is_everyone(self, state: object) -> bool:
@@ -200,7 +200,7 @@ class Registration(nn.Module):
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
             self._setup_in_backward_optimizers()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and not torch.compiler.is_compiling():
             self._statistics.forward()
         self._run_buffer_hook(Location.PRE_FORWARD)
         if self._input_device is not None:

@@ -133,6 +133,10 @@ class Surface(Registration):
     def _distributed_rank(self) -> int:
         return self.communicator.rank
 
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Tell torch.compile, which asks the class that stands in torch's place, that it need not split its graphs."""
+
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
         """Yield the parameters of `module` that are not ignored, with their names if wanted."""
