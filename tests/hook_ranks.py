@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +25,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from samestep.comm.base import Communicator
-from samestep.errors import PeerLostError
+from samestep.errors import PeerLostError, ReplicaError
 from samestep.parallel.distributed import DistributedDataParallel
+from samestep.testing.samples import refused
 
 TorchsClass = nn.parallel.DistributedDataParallel
 Register = Callable[[Any], None]
 
-__all__ = ["compare_fused", "compare_hooks", "compare_weights", "lose_a_rank_in_a_hook"]
+__all__ = ["compare_fused", "compare_hooks", "compare_weights", "fail_before_stepping", "lose_a_rank_in_a_hook"]
 
 
 def _power(matrix: int, start: int, *, feedback: bool = True) -> powerSGD_hook.PowerSGDState:
@@ -199,6 +201,36 @@ def _stepped(comm: Communicator, kind: Any, how: str) -> list[list[float]]:
             optimizer.step()
         if how in ("in backward", "before"):
             assert all(p.grad is None for p in net.parameters())
+    return [p.detach().flatten().tolist() for p in net.parameters()]
+
+
+class _Stumble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+def fail_before_stepping(comm: Communicator) -> list[list[float]]:
+    """Rank 1 leaves a backward with an exception, so no rank's optimizer steps in it; then all step alike."""
+    torch.manual_seed(3)
+    net = Net()
+    model = DistributedDataParallel(net)
+    other = partial(model._register_fused_optim, torch.optim.LBFGS)
+    said = refused(comm, "an optimizer without a functional form", other, ValueError)
+    assert "does not have a functional counterpart" in said, said
+    model._register_fused_optim(torch.optim.SGD, 0.5)
+    before = [p.detach().clone() for p in net.parameters()]
+    x = torch.ones(5, 6)
+    loss = (net.last(_Stumble.apply(net.first(x))) if comm.rank == 1 else model(x)).sum()
+    refused(comm, "a backward that failed", loss.backward, ArithmeticError if comm.rank == 1 else ReplicaError)
+    assert equal(list(net.parameters()), before)
+    model.zero_grad()
+    model(x * comm.rank).sum().backward()
+    assert not equal(list(net.parameters()), before)
     return [p.detach().flatten().tolist() for p in net.parameters()]
 
 

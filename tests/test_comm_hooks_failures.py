@@ -162,37 +162,6 @@ def test_a_hook_that_cannot_exchange_on_one_rank_is_an_error_on_the_others() -> 
     run_threads(rank, 2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript, which functional optimizers use
-def test_where_a_rank_failed_no_optimizer_steps_in_backward() -> None:
-    def rank(comm: Communicator) -> list[Tensor]:
-        module = mlp()
-        model = wrap(module, comm)
-        model._register_fused_optim(torch.optim.SGD, 0.5)
-        before = [p.detach().clone() for p in module.parameters()]
-        if comm.rank == 1:
-            with pytest.raises(BoomError):
-                module[2](Stumble.apply(module[:2](samples(2)))).sum().backward()
-        else:
-            with pytest.raises(ReplicaError):
-                model(samples(2)).sum().backward()
-        assert equal(list(module.parameters()), before)
-        model.zero_grad()
-        model(samples(2, comm.rank)).sum().backward()
-        assert not equal(list(module.parameters()), before)
-        return [p.detach() for p in module.parameters()]
-
-    first, second = run_threads(rank, 2)
-    assert equal(first, second)
-
-
-def test_an_optimizer_without_a_functional_form_is_refused() -> None:
-    def rank(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match="does not have a functional counterpart"):
-            wrap(linear(), comm)._register_fused_optim(torch.optim.LBFGS)
-
-    run_threads(rank, 1)
-
-
 # What is refused
 
 

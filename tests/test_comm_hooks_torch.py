@@ -23,6 +23,11 @@ def test_optimizers_in_backward_step_as_after_it() -> None:
         assert all(result.values()), result
 
 
+def test_where_a_rank_failed_no_optimizer_steps_in_backward() -> None:
+    first, second = run_processes(hook_ranks.fail_before_stepping, 2)
+    assert first == second
+
+
 def test_a_rank_that_ends_in_a_hook_is_an_error_on_the_others() -> None:
     with pytest.raises(RankError, match=r"^rank 1: died with exit code 7$"):
         run_processes(hook_ranks.lose_a_rank_in_a_hook, 2)
