@@ -146,3 +146,34 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_an_error_and_then_known(
         assert all(torch.allclose(a, b) for a, b in zip(grads(model), grads(local), strict=True))  # type: ignore[arg-type]
 
     run_threads(rank, 2)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.table, self.sometimes = linear(0), nn.Embedding(3, 2, sparse=True), linear(1)
+
+    def forward(self, x: Tensor, all_of_it: bool) -> Tensor:
+        if all_of_it:
+            return self.always(x) + self.sometimes(x) + self.table(torch.tensor([0, 1]))
+        result: Tensor = self.always(x)
+        return result
+
+
+def test_a_gradient_laid_aside_for_a_step_that_failed_does_not_come_back() -> None:
+    def rank(comm: Communicator) -> None:
+        module = Optional()
+        model = wrap(module, comm)
+        model(samples(2), True).sum().backward()
+        # The gradients that no rank has this time are kept, but the step fails.
+        if comm.rank == 1:
+            with pytest.raises(ArithmeticError):
+                module.always(Failing.apply(samples(2).requires_grad_(), True)).sum().backward()
+        else:
+            with pytest.raises(ReplicaError):
+                model(samples(2), False).sum().backward()
+        model.zero_grad()
+        model(samples(2), False).sum().backward()
+        assert [g is None for g in grads(model)] == [False, False, True, True, True]
+
+    run_threads(rank, 2)

@@ -52,6 +52,7 @@ class DenseBucket:
         Clears `used[i]` where there is none; keeps a copy of those that this rank did not use, as they stay what they
         are if no rank did.
         """
+        self._kept.clear()  # of a step that failed
         with torch.no_grad():
             for index, parameter, view in self.entries:
                 grad = parameter.grad
@@ -143,12 +144,11 @@ class SparseBucket:
         self._communicator: Communicator | None = None
 
     def pack(self, scale: float | None, used: bytearray) -> None:
-        grad = self.parameter.grad
+        grad = self._kept = self.parameter.grad
         if grad is None:
             used[self.index] = 0
             self._grad = self._nothing()
             return
-        self._kept = grad
         self._grad = grad.detach().to_sparse(1) if grad.layout == torch.strided else grad.detach()
         if scale is not None:
             self._grad = self._grad * scale
