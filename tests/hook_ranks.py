@@ -32,7 +32,14 @@ from samestep.testing.samples import refused
 TorchsClass = nn.parallel.DistributedDataParallel
 Register = Callable[[Any], None]
 
-__all__ = ["compare_fused", "compare_hooks", "compare_weights", "fail_before_stepping", "lose_a_rank_in_a_hook"]
+__all__ = [
+    "compare_fused",
+    "compare_hooks",
+    "compare_weights",
+    "compare_zero",
+    "fail_before_stepping",
+    "lose_a_rank_in_a_hook",
+]
 
 
 def _power(matrix: int, start: int, *, feedback: bool = True) -> powerSGD_hook.PowerSGDState:
@@ -202,6 +209,32 @@ def _stepped(comm: Communicator, kind: Any, how: str) -> list[list[float]]:
         if how in ("in backward", "before"):
             assert all(p.grad is None for p in net.parameters())
     return [p.detach().flatten().tolist() for p in net.parameters()]
+
+
+def compare_zero(comm: Communicator) -> dict[str, bool]:
+    """Train with ZeroRedundancyOptimizer's steps within communication hooks; return where both classes end alike.
+
+    Not over a group that is called "gloo", which these hooks refuse.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, which it uses
+        from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def trained(kind: Any, around: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        net = Net()
+        model = kind(net, bucket_cap_mb=0.0)
+        zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1, momentum=0.9)
+        model.register_comm_hook(None, around(default_hooks.allreduce_hook, model, zero))
+        data = torch.Generator().manual_seed(50 + comm.rank)
+        for _ in range(4):
+            model.zero_grad()
+            model(torch.randn(5, 6, generator=data)).square().mean().backward()
+        return [p.detach() for p in net.parameters()]
+
+    hooks = ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved
+    return {h.__name__: equal(trained(DistributedDataParallel, h), trained(TorchsClass, h)) for h in hooks}
 
 
 class _Stumble(torch.autograd.Function):

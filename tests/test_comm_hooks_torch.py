@@ -23,6 +23,11 @@ def test_optimizers_in_backward_step_as_after_it() -> None:
         assert all(result.values()), result
 
 
+def test_zero_redundancy_optimizers_steps_overlap_in_both_classes_alike() -> None:
+    for result in run_processes(hook_ranks.compare_zero, 2, backend="samestep"):
+        assert result == {"hook_with_zero_step": True, "hook_with_zero_step_interleaved": True}
+
+
 def test_where_a_rank_failed_no_optimizer_steps_in_backward() -> None:
     first, second = run_processes(hook_ranks.fail_before_stepping, 2)
     assert first == second

@@ -130,6 +130,11 @@ class Surface(Registration):
         return ReducerView(self)
 
     @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets are those that stay: after the first synchronised backward."""
+        return self._reducer.plan is not self._reducer.first_plan
+
+    @property
     def _distributed_rank(self) -> int:
         return self.communicator.rank
 
