@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.parallel.plan import Parameter
@@ -33,13 +32,13 @@ Device = int | str | torch.device
 
 
 def choose_group(process_group: Any, device_mesh: Any, module: nn.Module) -> Any:
-    """Return the process group that the two arguments name together; the default one if neither does.
+    """Return the process group that the two arguments name together; None for the default one.
 
     If the mesh is part of another one, `module`'s DTensor parameters, which are sharded over the rest of that, are put
     into the form in which replicas of them can be averaged: torch's own function does it.
     """
     if device_mesh is None:
-        return dist.group.WORLD if process_group is None else process_group
+        return process_group
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:

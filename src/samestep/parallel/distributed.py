@@ -107,8 +107,8 @@ class DistributedDataParallel(Surface):
             raise TypeError(f"expected a torch.nn.Module to wrap, got {type(module).__name__}")
         if check_reduction:
             warnings.warn("check_reduction does nothing; leave it out", FutureWarning, stacklevel=2)
-        self.process_group = choose_group(process_group, device_mesh, module)
-        self.communicator, self.device_mesh = communicator_for(self.process_group), device_mesh
+        self._group = choose_group(process_group, device_mesh, module)
+        self.communicator, self.device_mesh = communicator_for(self._group), device_mesh
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = {n: p for n, p in module.named_parameters() if n not in self._ignored}
         check_trainable(parameters)
@@ -224,7 +224,7 @@ class DistributedDataParallel(Surface):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled. Raises torch's RuntimeError if the group is not the default one, which can't be."""
-        if self.process_group is not dist.group.WORLD:
+        if self._group is not None and self._group is not dist.group.WORLD:
             self._log_and_throw(
                 RuntimeError,
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
@@ -234,7 +234,7 @@ class DistributedDataParallel(Surface):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled object over torch.distributed's default group, without its communication hook, as torch."""
-        self._restore(state, dist.group.WORLD)
+        self._restore(state, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """Copy module and settings; the copy exchanges over the same group and begins without gradients under way.
@@ -243,18 +243,18 @@ class DistributedDataParallel(Surface):
         """
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        other._restore(copy.deepcopy(self._settings(), memo), self.process_group)
+        other._restore(copy.deepcopy(self._settings(), memo), self._group)
         return other
 
     def _settings(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "communicator", "device_mesh", "_reducer", "_frozen", "_placed", "_statistics"):
+        for name in ("_group", "communicator", "device_mesh", "_reducer", "_frozen", "_placed", "_statistics"):
             del state[name]
         return state
 
     def _restore(self, state: dict[str, Any], process_group: Any) -> None:
         super().__setstate__(state)
-        self.process_group, self.communicator, self.device_mesh = process_group, communicator_for(process_group), None
+        self._group, self.communicator, self.device_mesh = process_group, communicator_for(process_group), None
         self._lazy_init_ran = False
         if self._ignored:  # copies of parameters have lost their marks
             self._set_params_and_buffers_to_ignore_for_model(self.module, list(self._ignored))
@@ -292,7 +292,7 @@ class DistributedDataParallel(Surface):
         Gradients that accumulate stay this rank's.
         """
         self.communicator = communicator_for(new_process_group)
-        self.process_group, self.device_mesh = new_process_group or dist.group.WORLD, None
+        self._group, self.device_mesh = new_process_group, None
         self._renew_reducer({n: p for n, p in self.module.named_parameters() if n not in self._ignored})
 
     def _buffer_sender(self) -> Callable[[], None]:

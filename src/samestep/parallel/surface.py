@@ -25,7 +25,7 @@ __all__ = ["DDPLogger", "ReducerView", "Surface"]
 class Surface(Registration):
     """torch's further methods, for DistributedDataParallel to inherit."""
 
-    process_group: Any
+    _group: Any
     device: torch.device
     device_ids: Any
     output_device: Any
@@ -79,6 +79,11 @@ class Surface(Registration):
         return DDPLogger(self)
 
     # Settings
+
+    @property
+    def process_group(self) -> Any:
+        """The group that was given, else torch.distributed's default group, which this object does not keep alive."""
+        return self._group if self._group is not None else self.communicator.group  # type: ignore[attr-defined]
 
     @property
     def bucket_bytes_cap(self) -> int:
