@@ -149,6 +149,41 @@ def test_averaging_by_a_hook_of_ours_changes_no_bit(size: int) -> None:
     run_threads(rank, size)
 
 
+def test_rows_of_sparse_gradients_travel_in_half_precision_and_are_added_in_full() -> None:
+    def rank(comm: Communicator) -> tuple[Tensor, Tensor]:
+        model, local = wrap(Table(), comm), Table()
+        model.register_comm_hook(comm, fp16_compress_hook)
+        for module in (model, local):
+            module(comm.rank).square().sum().backward()
+        halved = (local.table.weight.grad.to_dense() * 0.5).half().double()
+        return halved, model.module.table.weight.grad.to_dense()
+
+    (first, got), (second, same_got) = run_threads(rank, 2)
+    assert torch.equal(got, first + second)
+    assert torch.equal(got, same_got)
+
+
+def test_buckets_leave_while_backward_is_running() -> None:
+    def rank(comm: Communicator) -> None:
+        calls: list[int] = []
+
+        def hook(_: None, bucket: GradBucket) -> Any:
+            calls.append(bucket.index())
+            return allreduce_hook(comm, bucket)
+
+        module = mlp()
+        model = wrap(module, comm, bucket_cap_mb=0.0)
+        model.register_comm_hook(None, hook)
+        model(samples(2)).sum().backward()
+        calls.clear()
+        at_the_first_layer: list[int] = []
+        module[0].weight.register_post_accumulate_grad_hook(lambda _: at_the_first_layer.extend(calls))
+        model(samples(2)).sum().backward()
+        assert at_the_first_layer == [0, 1, 2]
+
+    run_threads(rank, 2)
+
+
 def dense(model: nn.Module) -> list[Tensor | None]:
     return [g if g is None else g.to_dense() for g in grads(model)]
 

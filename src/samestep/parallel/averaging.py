@@ -61,12 +61,12 @@ def average(
     if dtype is not None and buffer.is_complex() and not dtype.is_complex:
         raise TypeError(f"rank {communicator.rank}: complex gradients can't be averaged in {dtype}; use allreduce_hook")
     factor = 1.0 / communicator.size
+    if buffer.is_sparse:  # rows travel in `dtype` and are added in their own
+        total = sum_sparse(communicator, buffer * factor if divide_first else buffer, dtype)
+        return Averaged(DoneWork(), lambda: total if divide_first else total * factor)
     cast = buffer if dtype is None else buffer.to(dtype)
     if divide_first:
-        cast = cast * factor if cast.is_sparse else cast.mul_(factor)
-    if cast.is_sparse:
-        total = sum_sparse(communicator, cast)
-        return Averaged(DoneWork(), lambda: total if divide_first else total * factor)
+        cast.mul_(factor)
     work = communicator.start(AllReduce(cast))
     return Averaged(work, lambda: cast if divide_first else cast.mul_(factor))
 

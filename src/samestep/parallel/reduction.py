@@ -21,13 +21,15 @@ def plain_sum(communicator: Communicator, flat: Tensor) -> Work:
     return communicator.start(AllReduce(flat))
 
 
-def sum_sparse(communicator: Communicator, gradient: Tensor) -> Tensor:
+def sum_sparse(communicator: Communicator, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the coalesced sum of the ranks' sparse COO `gradient`s, added in rank order.
 
-    Each rank sends its rows to all others: right for gradients of which few rows are there.
+    Each rank sends its rows to all others, as `dtype` (None: as they are): right for gradients of which few rows are
+    there.
     """
     gradient = gradient.coalesce()
     indices = communicator.all_gather_uneven(gradient.indices().t().contiguous())
-    values = communicator.all_gather_uneven(gradient.values())
-    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), gradient.shape, check_invariants=False)
+    values = torch.cat(communicator.all_gather_uneven(gradient.values().to(dtype or gradient.dtype)))
+    values = values.to(gradient.dtype)
+    total = torch.sparse_coo_tensor(torch.cat(indices).t(), values, gradient.shape, check_invariants=False)
     return total.coalesce()
