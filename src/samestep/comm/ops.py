@@ -65,12 +65,14 @@ _REDUCIBLE = {
 class AllReduce:
     """Reduce `tensor` over all ranks, element by element, in place; every rank gets the same bits.
 
-    Before that each rank multiplies its numbers by its own `scale` (floats and complex numbers only).
+    Before that each rank multiplies its numbers by its own `scale` (floats and complex numbers only). What `purpose`
+    says as text, if it is given, is told where ranks ask for different exchanges.
     """
 
     tensor: Tensor
     reduction: Reduction = Reduction.SUM
     scale: float = 1.0
+    purpose: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +154,12 @@ _NAMES: dict[type, str] = {
 
 
 def describe(op: Op) -> str:
-    """Say in a few words what `op` is: `all_reduce(sum) of float32[3, 4]`."""
+    """Say in a few words what `op` is: `all_reduce(sum) of float32[3, 4]`, and what it is for."""
+    purpose = getattr(op, "purpose", None)
+    return _kind(op) if purpose is None else f"{_kind(op)} ({purpose})"
+
+
+def _kind(op: Op) -> str:
     text = _NAMES[type(op)]
     match op:
         case AllReduce(reduction=reduction) | ReduceScatter(reduction=reduction):
@@ -174,7 +181,7 @@ def signature(op: Op) -> str:
     """Return what must be equal on every rank for `op` to be one exchange (all_to_all's lengths may differ)."""
     if isinstance(op, AllToAll):
         return f"all_to_all of {_name(op.tensor.dtype)}"
-    return describe(op)
+    return _kind(op)
 
 
 def detached(op: Op) -> Op:

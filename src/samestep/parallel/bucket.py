@@ -84,6 +84,12 @@ class DenseBucket:
             parameter.grad = None
         self.flat.zero_()
 
+    def drop(self) -> None:
+        """Leave the parameters without gradients, and forget what was kept of them."""
+        for _, parameter, _ in self.entries:
+            parameter.grad = None
+        self._kept.clear()
+
     def start(self, communicator: Communicator, exchange: Exchange) -> None:
         self._work = exchange(communicator, self.flat)
 
@@ -157,6 +163,9 @@ class SparseBucket:
     def clear(self, used: bytearray) -> None:
         used[self.index] = 0
         self._grad, self.parameter.grad = self._nothing(), None
+
+    def drop(self) -> None:
+        self._grad, self._kept, self.parameter.grad = self._nothing(), None, None
 
     def start(self, communicator: Communicator, exchange: Exchange) -> None:
         self._communicator = communicator

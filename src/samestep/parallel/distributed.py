@@ -28,8 +28,12 @@ from samestep.parallel.arguments import (
     describe_parameters,
 )
 from samestep.parallel.buffers import BufferHook
+from samestep.parallel.compiled import Active
 from samestep.parallel.inputs import tensors_in
+from samestep.parallel.join import JoinableReplica
+from samestep.parallel.methods import watched
 from samestep.parallel.names import accept_both_forms
+from samestep.parallel.placed import Placed
 from samestep.parallel.precision import MixedPrecision, read_config
 from samestep.parallel.reducer import Reducer
 from samestep.parallel.replicas import require_same_layout, send_values
@@ -39,7 +43,7 @@ from samestep.parallel.surface import Surface
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(Surface):
+class DistributedDataParallel(Surface, JoinableReplica):
     """Wrap `module` so that each rank trains a replica of it and all replicas take the same step.
 
     Takes the arguments of torch.nn.parallel.DistributedDataParallel by their names and does what that class does: at
@@ -79,6 +83,8 @@ class DistributedDataParallel(Surface):
     others' backward raises ReplicaError as soon as these go on to their next forward or backward.
     """
 
+    _active_ddp_module: Any = None  # for dynamo, where this class stands in the place of torch's
+
     def __init__(
         self,
         module: nn.Module,
@@ -102,7 +108,8 @@ class DistributedDataParallel(Surface):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        JoinableReplica.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a torch.nn.Module to wrap, got {type(module).__name__}")
         if check_reduction:
@@ -140,9 +147,11 @@ class DistributedDataParallel(Surface):
         Raises ReplicaError if the module was moved or cast after it was wrapped.
         """
         self._reducer.settle()
+        if self._reducer.joining is not None and torch.is_grad_enabled():
+            self._reducer.joining.before_forward()
         self._look_after_parameters()
         inputs, kwargs = self._before_forward(inputs, kwargs)
-        output = self.module(*inputs, **kwargs)
+        output = self._active.call(self.module, inputs, kwargs)
         self._after_forward()
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -205,6 +214,29 @@ class DistributedDataParallel(Surface):
         finally:
             self.require_backward_grad_sync = before
 
+    def skip_step(self) -> None:
+        """Have all ranks skip this step, in place of this rank's backward: its loss is NaN, or it ran out of memory.
+
+        The other ranks' backward returns as usual. Then, on all ranks, `step_skipped` is true and every parameter's
+        `grad` is None, also what was accumulated before, so that optimizer.step() changes nothing. (GradScaler's step
+        and update want gradients: leave them out.) Rank 0 warns of it, naming the ranks. Buffers are those of the first
+        rank that did not skip.
+
+        Call it instead of `backward`, or after a backward that raised. Within `no_sync()` it makes the next
+        synchronised backward a skipped one. On a device, where nobody waits for an exchange, a step is skipped if every
+        rank reads `step_skipped` before optimizer.step(): what is found out later is a ReplicaError in the next
+        backward.
+
+        Raises ReplicaError if called while backward is running, or if another rank left its backward with an exception
+        without a word.
+        """
+        self._reducer.skip()
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether the last synchronised backward was skipped; the same on all ranks."""
+        return self._reducer.skipped()
+
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward exchanges gradients; what `no_sync` sets."""
@@ -220,7 +252,7 @@ class DistributedDataParallel(Surface):
         except AttributeError:
             if name == "module" or "module" not in self.__dict__.get("_modules", ()):
                 raise
-            return getattr(self.module, name)
+            return watched(getattr(self.module, name), self.module, lambda: self._reducer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled. Raises torch's RuntimeError if the group is not the default one, which can't be."""
@@ -248,11 +280,22 @@ class DistributedDataParallel(Surface):
 
     def _settings(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_group", "communicator", "device_mesh", "_reducer", "_frozen", "_placed", "_statistics"):
+        fresh = (
+            "_group",
+            "communicator",
+            "device_mesh",
+            "_reducer",
+            "_frozen",
+            "_placed",
+            "_statistics",
+            "_join_config",
+        )
+        for name in fresh:
             del state[name]
         return state
 
     def _restore(self, state: dict[str, Any], process_group: Any) -> None:
+        JoinableReplica.__init__(self)
         super().__setstate__(state)
         self._group, self.communicator, self.device_mesh = process_group, communicator_for(process_group), None
         self._lazy_init_ran = False
@@ -262,10 +305,15 @@ class DistributedDataParallel(Surface):
         if self._precision is not None:
             self._reduce_in_lower_precision(self._precision)
 
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return cls._active_ddp_module
+
     def _make_reducer(self, parameters: Mapping[str, nn.Parameter]) -> None:
         trainable = {n: p for n, p in parameters.items() if p.requires_grad}
+        self._active = Active(self._caps_bytes)
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
-        self._placed = [(n, p, p.device, p.dtype) for n, p in trainable.items()]
+        self._placed = Placed(self.module, trainable, self.communicator.rank)
         self._statistics = Statistics()
         self._reducer = Reducer(
             list(trainable.values()),
@@ -277,12 +325,13 @@ class DistributedDataParallel(Surface):
             statistics=self._statistics,
         )
         self._reducer.skip_unused = self.skip_all_reduce_unused_params
+        self._reducer.local = [p for n, p in self.module.named_parameters() if n in self._ignored]
 
     def _renew_reducer(self, parameters: Mapping[str, nn.Parameter]) -> None:
         before = self._reducer
         before.detach()
         self._make_reducer(parameters)
-        self._reducer.sync, self._reducer.then = before.sync, before.then
+        self._reducer.sync, self._reducer.then, self._reducer.joining = before.sync, before.then, before.joining
         if before.comm_hook is not None:
             self._reducer.comm_hook = before.comm_hook
 
@@ -295,40 +344,36 @@ class DistributedDataParallel(Surface):
         self._group, self.device_mesh = new_process_group, None
         self._renew_reducer({n: p for n, p in self.module.named_parameters() if n not in self._ignored})
 
-    def _buffer_sender(self) -> Callable[[], None]:
+    def _buffer_sender(self) -> Callable[[int], None]:
         communicator = self.communicator
         owners, hook = buffer_owners(self.module, self._ignored), self._buffer_hook
 
-        def send() -> None:
+        def send(source: int) -> None:
             if hook.registered:
                 hook.finish()
             elif hook.enabled:
-                send_values(communicator, [owner.get_buffer(name) for owner, name in owners])
+                send_values(communicator, [owner.get_buffer(name) for owner, name in owners], source)
 
         return send
 
+    def _final_values(self) -> list[Tensor]:
+        values: list[Tensor] = [p for n, p in self.module.named_parameters() if n not in self._ignored]
+        if self._buffer_hook.enabled:
+            values += [b for n, b in self.module.named_buffers() if n not in self._ignored]
+        return values
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedDataParallel:
         super()._apply(fn, recurse)
-        now = dict(self.module.named_parameters())
-        for name, parameter, device, dtype in self._placed:
-            if now.get(name) is not parameter:
-                raise self._moved(name, device, dtype, now.get(name))
+        self._placed.require_same(dict(self.module.named_parameters()))
         self._look_after_parameters()
         return self
 
-    def _moved(self, name: str, device: torch.device, dtype: torch.dtype, now: Tensor | None) -> ReplicaError:
-        there = "gone" if now is None else f"{now.dtype} on {now.device}"
-        return ReplicaError(
-            f"rank {self.communicator.rank}: parameter {name} was {dtype} on {device} when the module was wrapped and "
-            f"is {there} now: move and cast the module first, wrap it then"
-        )
-
     def _look_after_parameters(self) -> None:
-        for name, parameter, device, dtype in self._placed:
-            if parameter.device != device or parameter.dtype != dtype:
-                raise self._moved(name, device, dtype, parameter)
+        self._placed.require_unmoved()
         if any(parameter.requires_grad for parameter in self._frozen):
             self._take_in_unfrozen()
+        elif torch.is_grad_enabled():
+            self._placed.require_none_replaced()
 
     def _take_in_unfrozen(self) -> None:
         if self._reducer.accumulating:

@@ -125,6 +125,9 @@ class HookedBucket:
         self._used, self._given_up = used, True
         self._bucket.clear(used)
 
+    def drop(self) -> None:
+        self._bucket.drop()
+
     def start(self, communicator: Communicator, exchange: Exchange) -> None:
         if self._before is not None and not self._hook.traits.at_once:
             self._before.wait()  # its later exchanges must not get between this one's, on some ranks only

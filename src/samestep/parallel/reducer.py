@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,38 +27,32 @@ from samestep.comm.base import Communicator
 from samestep.comm.ops import AllReduce
 from samestep.errors import ReplicaError
 from samestep.parallel.arrivals import Arrivals, learned
-from samestep.parallel.bucket import Bucket, DenseBucket, SparseBucket
-from samestep.parallel.control import Control
-from samestep.parallel.hooks import CommHook, HookedBucket, hooked
-from samestep.parallel.plan import BucketPlan, Parameter, complete_order, make_plan
+from samestep.parallel.assembly import AnyBucket, assemble
+from samestep.parallel.control import Control, Outcome, Verdict
+from samestep.parallel.graphs import Closing, alone, captured, connected, goes_everywhere
+from samestep.parallel.hooks import CommHook
+from samestep.parallel.join import Joining, Waits
+from samestep.parallel.plan import Parameter, complete_order, make_plan
+from samestep.parallel.progress import Progress
 from samestep.parallel.reduction import Exchange, plain_sum
+from samestep.parallel.standing import Standing
 from samestep.parallel.statistics import Statistics
-from samestep.parallel.whole import WHOLE_BYTES, WholeBucket
+from samestep.parallel.whole import WHOLE_BYTES
+from samestep.parallel.without_backward import WithoutBackward
 
 __all__ = ["Reducer"]
 
-# Half types would round weights, so with them the control numbers travel alone.
-_CONTROL_DTYPES = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
-
-class _Closing:
-    """What the autograd engine calls at the end of a backward, and drops with one that fails: alive means open."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-
-    def __call__(self) -> None:
-        self.run()
-
-
-class Reducer:
+class Reducer(WithoutBackward):
     """Average the gradients of `parameters` over the ranks of `communicator` in every synchronised backward.
 
     `specs` describe the parameters; `caps_bytes` are `make_plan`'s; `also` is called at the end of each synchronised
-    backward, on every rank. `sync` may be cleared to accumulate gradients locally; what counts is its value when a
-    backward's first gradient arrives. `then` is called when gradients are there, if the step is good. Parameters in
-    `late` are exchanged last. With `skip_unused`, those that no rank used in the first synchronised backward are left
-    out of all others. `detach()` takes the hooks off, and so does the end of the object.
+    backward, on every rank, with the rank whose values the others take. `sync` may be cleared to accumulate gradients
+    locally; what counts is its value when a backward's first gradient arrives. `then` is called when gradients are
+    there, if the step is good. `local` are parameters whose gradients stay on this rank, and are dropped with the
+    others when a step is skipped. Parameters in `late` are exchanged last. With `skip_unused`, those that no rank used
+    in the first synchronised backward are left out of all others. `detach()` takes the hooks off, and so does the end
+    of the object.
 
     To be looked at: `plan`, and `first_plan`, the same object until the order of arrival was learned; `arrivals` of the
     last backward; `is_open`.
@@ -71,12 +66,15 @@ class Reducer:
         caps_bytes: Sequence[int],
         *,
         exchange: Exchange = plain_sum,
-        also: Callable[[], None] = lambda: None,
+        also: Callable[[int], None] = lambda source: None,
         late: Collection[int] = (),
         statistics: Statistics | None = None,
     ) -> None:
         self.sync = True
         self.then: Callable[[], None] | None = None
+        self.joining: Joining | None = None
+        self.local: Sequence[nn.Parameter] = ()
+        self._said: list[Waits] = []
         self.skip_unused, self._absent = False, frozenset[int]()
         self._late, self._statistics = frozenset(late), statistics or Statistics()
         self._parameters, self._specs, self._communicator = parameters, specs, communicator
@@ -85,22 +83,18 @@ class Reducer:
         self._used = bytearray(len(parameters))  # since the last synchronised backward
         self._weight: float | None = None
         self._earlier: dict[int, Tensor] = {}
-        self._unchecked: Tensor | None = None
+        self.progress = Progress(communicator)
+        self._standing = Standing(self._control, communicator.rank)
         self._expected: list[int] | None = None
-        self._closing: weakref.ref[_Closing] | None = None
-        self._open = self._syncing = False
+        self._closing: weakref.ref[object] | None = None
+        self._open = self._syncing = self._shadowing = False
         self._started = 0
         self._comm_hook: CommHook | None = None
-        self._buckets: Sequence[Bucket | HookedBucket] = ()
+        self._buckets: Sequence[AnyBucket] = ()
         self._make_buckets(complete_order((), len(parameters)))
         self.first_plan, self.arrivals = self.plan, Arrivals(self.plan, self._bucket_of, None)
         handles = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)]
         self.detach = weakref.finalize(self, _remove, handles)
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether there are gradients that only this rank knows."""
-        return any(self._used)
 
     @property
     def is_open(self) -> bool:
@@ -162,32 +156,6 @@ class Reducer:
                     self._earlier[index], parameter.grad = parameter.grad.detach().clone(), None
         self._weight = weight + (self._weight or 0.0)
 
-    def contribute_nothing(self) -> None:
-        """Take part in a synchronised backward of the other ranks without one of this rank's own."""
-        if self.sync:
-            self._begin()
-            self._exchange_all()
-
-    def complete(self) -> None:
-        """Take part after a weighted backward that came through none of the parameters, and so opened nothing."""
-        if self._weight is not None:
-            self.contribute_nothing()
-
-    def settle(self) -> None:
-        """Make good for a backward that ended with an exception: tell the ranks that wait for this one that it failed.
-
-        This rank's gradients are dropped. Nothing happens after a backward that ended well, or while one is open.
-        """
-        if not self._open or (self._closing is not None and self._closing() is not None):
-            return
-        try:
-            if self._syncing:
-                self._start_rest(failed=True)
-                self._also()
-                self._wait_all()
-        finally:
-            self._forget()
-
     # A backward, from its first hook to its end
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
@@ -201,23 +169,25 @@ class Reducer:
         return hook
 
     def _on_output(self, _: Tensor) -> None:
-        self._ensure_open()
+        self._ensure_open(torch._C._current_autograd_node())
 
-    def _ensure_open(self) -> None:
+    def _ensure_open(self, node: Any = None) -> None:
         if self._closing is None or self._closing() is None:
             self.settle()
-            closing = _Closing(self._close)
-            self._closing = weakref.ref(closing)
+            closing = Closing(self._close, node)
             torch.autograd.Variable._execution_engine.queue_callback(closing)
-            self._begin()
+            self._begin()  # if it raises, the traceback keeps `closing`, which then must not count as open
+            self._closing = weakref.ref(closing)
 
     def _begin(self) -> None:
-        if self._unchecked is not None:
-            tail, self._unchecked = self._unchecked, None
-            self._control.check(tail)
+        if self._catch_up():
+            self._standing.refuse_late_news()
+        self._standing.void = False
         self._open, self._syncing, self._started = True, self.sync, 0
         self._statistics.begin("backward")
+        self._sent = False  # the control numbers
         self.arrivals = Arrivals(self.plan, self._bucket_of, self._expected)
+        self._creates_graph = torch.is_grad_enabled()  # asked in a hook, that is backward's create_graph
 
     def _arrived(self, index: int) -> None:
         self._ensure_open()
@@ -230,6 +200,8 @@ class Reducer:
         in_time = self.arrivals.add(index)
         if not self._syncing:
             return
+        if self._creates_graph:
+            raise connected(self._communicator.rank)
         if not in_time and self._expected is not None:
             self._expected[index] += 1
             raise ReplicaError(
@@ -237,46 +209,92 @@ class Reducer:
                 "bucket had left: it takes part more often in this backward than in those before. This is known from "
                 "now on; zero the gradients and repeat the step on every rank"
             )
-        while self._started < min(self.arrivals.ready, len(self._buckets) - 1):
-            self._start_next()
+        if self._started < min(self.arrivals.ready, len(self._buckets) - 1):
+            with self.progress:
+                while self._started < min(self.arrivals.ready, len(self._buckets) - 1):
+                    self._start_next()
 
-    def _close(self) -> None:
+    def _close(self, node: Any) -> None:
         self._closing = None
-        if self._syncing and self.arrivals.order:
+        if self._syncing and (self.arrivals.order or self._ends_without(node)):
             self._exchange_all()
-        else:  # gradients accumulate, or autograd.grad went through the module's output
+        else:  # gradients accumulate, or autograd.grad() went through the module's output to something else
             self._open = False
+
+    def _ends_without(self, node: Any) -> bool:
+        """Tell whether the backward through `node`, which brought no gradient, was for this rank's parameters as well.
+
+        Raises ReplicaError if it is an autograd.grad() that returns gradients of parameters.
+        """
+        number = captured(self._parameters)
+        if number is not None:
+            self._open = False
+            raise alone(self._communicator.rank, self._specs[number].name)
+        return any(p.requires_grad for p in self._parameters) and goes_everywhere(node)
 
     def _exchange_all(self) -> None:
         self._statistics.end("backward")
-        self._start_rest()
-        tail = self._tail
+        with self.progress:
+            self._start_rest()
+        tail, verdict, done, unused = self._tail, Verdict(), False, set[int]()
         try:
-            self._also()
-            self._wait_all()
+            with self.progress:
+                self._wait_all()
             self._statistics.end("exchange")
             self._statistics.saw(bytes(self._used))
-            if tail.device.type == "cpu" or self.then is not None:
-                self._control.check(tail)
-            else:  # looking at it now would make the host wait for the device in every step
-                self._unchecked = tail.clone()
-            divisor = None if self._weight is None else self._control.total_weight(tail)
-            if divisor is not None and self._comm_hook is not None:  # it divided by the number of ranks
-                divisor = divisor / self._communicator.size
-            unused = set() if all(self._used) else self._control.unused(tail)
-            for bucket in self._buckets:
-                bucket.unpack(divisor, unused, self._earlier)
+            verdict = self._standing.put_off(tail) if self._defers else self._control.judge(tail)
+            self._also(verdict.source)
+            self._raise_hook_error()
+            if verdict.error is None and not verdict.skipping:
+                divisor = self._divisor(tail, verdict)
+                unused = set() if all(self._used) else self._control.unused(tail)
+                for bucket in self._buckets:
+                    bucket.unpack(divisor, unused, self._earlier)
+                done = True
         finally:
+            if not done:
+                self.drop()
             self._forget()
-        if self.then is not None:
+        self._standing.note(verdict, heed=not self._shadowing)
+        if done and self.then is not None:
             self.then()
-        if self._expected is None:
+        if done and self._expected is None:
             if self.skip_unused and len(unused) < len(self._parameters):
                 self._absent = frozenset(unused)
             self._learn()
 
+    @property
+    def _undivided(self) -> bool:
+        """Whether gradients travel as they are, and their sum is divided."""
+        return self._weight is not None or (self.joining is not None and not self.joining.by_initial_size)
+
+    def _divisor(self, tail: Tensor, verdict: Verdict) -> Tensor | None:
+        if self._weight is not None or verdict.weighted:
+            divisor = self._control.total_weight(tail)
+        elif self._undivided:
+            divisor = self._control.num_training(tail)
+        else:
+            return None
+        return divisor if self._comm_hook is None else divisor / self._communicator.size  # it divided by their number
+
+    @property
+    def _defers(self) -> bool:
+        """Whether the control numbers are looked at later, as the host would have to wait for the device.
+
+        Not in the first synchronised backward, after which all ranks make their buckets anew, or none does.
+        """
+        at_once = self._tail.device.type == "cpu" or self._expected is None
+        return not at_once and self.joining is None and self.then is None
+
+    def drop(self) -> None:
+        """Leave all parameters without gradients."""
+        for bucket in self._buckets:
+            bucket.drop()
+        for parameter in self.local:
+            parameter.grad = None
+
     def _forget(self) -> None:
-        self._open, self._weight = False, None
+        self._open, self._weight, self._standing.outcome = False, None, Outcome.DONE
         self._earlier.clear()
         self._used[:] = bytes(len(self._used))
 
@@ -292,76 +310,62 @@ class Reducer:
         self._order = list(order)
         self._counts = self.used_counts() if self._buckets else None
         whole = WHOLE_BYTES if self._comm_hook is None else None
-        self.plan = make_plan(
-            self._specs, order, self._caps_bytes, self._late, self._absent, whole_bytes=whole
+        self.plan = make_plan(self._specs, order, self._caps_bytes, self._late, self._absent, whole_bytes=whole)
+        made = assemble(
+            self.plan,
+            self._parameters,
+            self._control,
+            self._communicator,
+            self._comm_hook,
+            to_stay=self._expected is not None,  # before the order is known, buckets serve but once
         )
-        self._bucket_of = [0] * len(self._parameters)
-        for number, planned in enumerate(self.plan.buckets):
-            for index in planned.indices:
-                self._bucket_of[index] = number
-        last = self.plan.buckets[-1]
-        fits = not (last.sparse or last.whole) and self._parameters[last.indices[0]].dtype in _CONTROL_DTYPES
-        rides = fits and self._comm_hook is None
-        extra = self._control.length if rides else 0
-        buckets = [self._bucket(planned, extra if planned is last else 0) for planned in self.plan.buckets]
-        final = buckets[-1]
-        self._buckets = buckets if self._comm_hook is None else hooked(buckets, self._comm_hook)
-        self._rides = isinstance(final, DenseBucket) and rides
-        if isinstance(final, DenseBucket) and rides:
-            self._tail = final.tail
-        else:
-            self._tail = torch.zeros(self._control.length, dtype=torch.float64, device=self._communicator.device)
-
-    def _bucket(self, planned: BucketPlan, extra: int) -> Bucket | WholeBucket:
-        if planned.sparse:
-            return SparseBucket(planned, self._parameters)
-        if planned.whole:
-            return WholeBucket(planned, self._parameters)
-        return DenseBucket(planned, self._parameters, self._memory(planned, extra))
-
-    def _memory(self, planned: BucketPlan, extra: int) -> Tensor:
-        first = self._parameters[planned.indices[0]]
-        strange = self._comm_hook is not None and not self._comm_hook.traits.at_once  # may resize it, as PowerSGD does
-        # Before the order is known, buckets serve but once.
-        if self._expected is None or strange or first.device.type != "cpu":
-            return first.new_zeros(planned.numel + extra, requires_grad=False)
-        return self._communicator.empty((planned.numel + extra,), first.dtype)
+        self._buckets, self._bucket_of, self._tail, self._rides = made
 
     def _start_rest(self, *, failed: bool = False) -> None:
         while self._started < len(self._buckets):
             self._start_next(failed=failed)
-        if self._comm_hook is not None:
+        if self._comm_hook is not None and not self._sent:
             self._wait_buckets()
-            self._send_control(failed=failed or self._comm_hook.error is not None)
+            self._send_control(self._communicator, failed=failed or self._comm_hook.error is not None)
 
     def _start_next(self, *, failed: bool = False) -> None:
         self._statistics.begin("exchange")
+        communicator = self._communicator if self._started else self.progress.begin()
+        if not self._started and self.joining is not None and not self._shadowing:
+            self._said = self.joining.say(communicator)
         bucket = self._buckets[self._started]
         if failed:
             bucket.clear(self._used)
         else:
-            whole = self._weight is not None or self._comm_hook is not None
+            whole = self._undivided or self._comm_hook is not None
             bucket.pack(None if whole else 1.0 / self._communicator.size, self._used)
         self._started += 1
         if bucket is self._buckets[-1] and self._comm_hook is None:
-            self._send_control(failed=failed)
-        bucket.start(self._communicator, self._exchange)
+            self._send_control(communicator, failed=failed)
+        bucket.start(communicator, self._exchange)
 
-    def _send_control(self, *, failed: bool) -> None:
-        self._counts = None
-        self._control.write(self._tail, self._used, self._weight, failed=failed)
+    def _send_control(self, communicator: Communicator, *, failed: bool) -> None:
+        self._counts, self._sent = None, True
+        self._control.write(self._tail, self._used, self._weight, failed=failed, outcome=self._standing.outcome)
         if not self._rides:
-            self._tail_work = self._communicator.start(AllReduce(self._tail))
+            self._tail_work = communicator.start(AllReduce(self._tail))
 
     def _wait_buckets(self) -> None:
         for bucket in self._buckets:
             bucket.wait()
 
     def _wait_all(self) -> None:
+        for work in self._said:
+            work.wait()
+        self._said = []
         self._wait_buckets()
         if not self._rides:
             self._tail_work.wait()
+
+    def _raise_hook_error(self) -> None:
+        """Raise the error of a communication hook, which all other ranks have been told of."""
         if self._comm_hook is not None:
+            self._standing.void = self._comm_hook.error is not None
             self._comm_hook.raise_error()
 
 

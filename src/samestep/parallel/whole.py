@@ -36,7 +36,7 @@ class WholeBucket:
 
     def pack(self, scale: float | None, used: bytearray) -> None:
         """Take the gradient off the parameter, to be sent times `scale`."""
-        grad = self.parameter.grad
+        grad, self._kept = self.parameter.grad, None
         if grad is None:
             used[self.index] = 0
             grad = self._empty().zero_()
@@ -56,6 +56,10 @@ class WholeBucket:
         used[self.index] = 0
         self._grad, self.parameter.grad = self._empty().zero_(), None
         self._scale = 1.0
+
+    def drop(self) -> None:
+        """Leave the parameter without a gradient, and forget what was kept of it."""
+        self.parameter.grad = self._grad = self._kept = None
 
     def start(self, communicator: Communicator, exchange: Exchange) -> None:
         assert self._grad is not None

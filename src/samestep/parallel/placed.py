@@ -1,0 +1,51 @@
+"""Parameters as they were when their module was wrapped: what is changed about them afterwards is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ReplicaError
+
+__all__ = ["Placed"]
+
+
+class Placed:
+    """Where `parameters` of `module`, by their full names, are on rank `rank`, and of what kind."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], rank: int) -> None:
+        self._rank = rank
+        self._kinds = [(name, p, p.device, p.dtype) for name, p in parameters.items()]
+        split = [(name.rpartition("."), name, p) for name, p in parameters.items()]
+        self._places = [(module.get_submodule(path)._parameters, last, name, p) for (path, _, last), name, p in split]
+
+    def require_unmoved(self) -> None:
+        """Raise ReplicaError if one of them was moved or cast."""
+        for name, parameter, device, dtype in self._kinds:
+            if parameter.device != device or parameter.dtype != dtype:
+                raise self._moved(name, device, dtype, parameter)
+
+    def require_same(self, now: Mapping[str, Tensor]) -> None:
+        """Raise ReplicaError unless they are still those of the module, which has the parameters `now`."""
+        for name, parameter, device, dtype in self._kinds:
+            if now.get(name) is not parameter:
+                raise self._moved(name, device, dtype, now.get(name))
+
+    def require_none_replaced(self) -> None:
+        """Raise ReplicaError if a leaf has come in the place of one of them, whose gradient nobody would average."""
+        for own, last, name, parameter in self._places:
+            now = own.get(last)
+            if now is not parameter and now is not None and now.requires_grad and now.is_leaf:
+                raise ReplicaError(
+                    f"rank {self._rank}: in the place of parameter {name} there is another tensor now, whose gradient "
+                    "would stay this rank's alone: change parameters in place, or wrap the module anew"
+                )
+
+    def _moved(self, name: str, device: torch.device, dtype: torch.dtype, now: Tensor | None) -> ReplicaError:
+        there = "gone" if now is None else f"{now.dtype} on {now.device}"
+        return ReplicaError(
+            f"rank {self._rank}: parameter {name} was {dtype} on {device} when the module was wrapped and is {there} "
+            "now: move and cast the module first, wrap it then"
+        )
