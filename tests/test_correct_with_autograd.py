@@ -152,22 +152,54 @@ def test_meta_learning_averages_the_outer_gradient() -> None:
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("weight", [None, 2])
 @pytest.mark.parametrize("learned", [False, True])
-def test_a_graph_of_averaged_gradients_is_refused(weight: int | None, learned: bool) -> None:
-    def rank(comm: Communicator) -> None:
+def test_averaged_gradients_have_no_derivative(weight: int | None, learned: bool) -> None:
+    """After backward(create_graph=True) they are the same as ever; who differentiates them is told."""
+
+    def rank(comm: Communicator) -> list[Tensor | None]:
         model = wrap(mlp(), comm)
         if learned:
             model(samples(2)).sum().backward()
+        for _ in range(2):
             model.zero_grad()
-        with pytest.raises(ReplicaError, match=r"backward\(create_graph=True\) was called"):
-            model.backward(model(samples(2)).sum(), weight=weight, create_graph=True)
-        model.zero_grad()
-        with model.no_sync():
-            model(samples(2)).sum().backward(create_graph=True)
-            assert all(p.grad is not None and p.grad.requires_grad for p in model.module[0].parameters())
-        model.zero_grad()
-        model(samples(2, comm.rank)).sum().backward()
+            model.backward(model(samples(3, comm.rank)).square().sum(), weight=weight, create_graph=True)
+            norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+            with pytest.raises(ReplicaError, match=rf"rank {comm.rank}: something was computed from gradients"):
+                torch.autograd.grad(norm, model.module[0].weight, retain_graph=True)
+            with pytest.raises(ReplicaError, match=rf"rank {comm.rank}: something was computed from gradients"):
+                (norm + model(samples(2)).sum()).backward()
+            model(samples(2))  # tells the others of that
+            torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+            model.zero_grad()
+        model(samples(3, comm.rank)).square().sum().backward(create_graph=True)
+        averaged_once = grads(model)
+        model(samples(3, comm.rank)).square().sum().backward()
+        assert close([g * 2 for g in averaged_once if g is not None], grads(model)), "accumulates on top"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+        return averaged_once
 
-    run_threads(rank, 2)
+    results = run_threads(rank, 2)
+    assert equal(*results)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_ones_own_graph_is_had_within_no_sync() -> None:
+    def rank(comm: Communicator) -> list[Tensor | None]:
+        model = wrap(mlp(), comm)
+        with model.no_sync():
+            model(samples(2)).square().sum().backward(create_graph=True)
+        norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+        with model.no_sync():
+            hessian = torch.autograd.grad(norm, list(model.parameters()))
+        return [*hessian]
+
+    local = mlp()
+    local(samples(2)).square().sum().backward(create_graph=True)
+    norm = sum(p.grad.square().sum() for p in local.parameters() if p.grad is not None)
+    expected = [*torch.autograd.grad(norm, list(local.parameters()))]  # type: ignore[arg-type]
+    assert all(close(result, expected) for result in run_threads(rank, 2))
+    for parameter in local.parameters():  # it and its gradient hold each other
+        parameter.grad = None
 
 
 def test_backward_for_some_inputs_averages_those() -> None:
@@ -231,20 +263,37 @@ def test_a_frozen_critic_exchanges_nothing_while_the_generator_trains() -> None:
 def test_parameters_that_are_replaced_are_refused() -> None:
     def rank(comm: Communicator) -> None:
         model = wrap(mlp(), comm)
-        others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-        said = "rank 0: in the place of parameter 0.weight there is another tensor now"
+        others = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+        said = "rank 0: in the place of parameter 0.weight there is another one now"
         with pytest.raises(ReplicaError, match=said):
             torch.func.functional_call(model, others, (samples(2),))
-        with pytest.raises(ReplicaError, match=said):
-            torch.func.grad(lambda p: torch.func.functional_call(model, p, (samples(2),)).sum())(others)
         with torch.no_grad():
             torch.func.functional_call(model, others, (samples(2),))
-        torch.func.functional_call(model, {name: p.detach() for name, p in others.items()}, (samples(2),))
-        model.module[0].weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+        model.module[0].weight = others["module.0.weight"]
         with pytest.raises(ReplicaError, match=said):
             model(samples(2))
 
     run_threads(rank, 1)
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_other_tensors_in_the_parameters_places_are_warned_about(transformed: bool) -> None:
+    def rank(comm: Communicator) -> None:
+        model = wrap(mlp(), comm)
+        others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        for _ in range(2):
+            if transformed:
+                torch.func.grad(lambda p: torch.func.functional_call(model, p, (samples(2),)).sum())(others)
+            else:
+                torch.func.functional_call(model, others, (samples(2),)).sum().backward()
+        torch.func.functional_call(model, {name: p.detach() for name, p in others.items()}, (samples(2),))
+        model(samples(2)).sum().backward()
+
+    with pytest.warns(
+        UserWarning, match=r"called with a tensor of its own for 0\.weight, .* is this rank's alone"
+    ) as said:
+        run_threads(rank, 1)
+    assert len(said) == 1
 
 
 def test_functional_call_with_the_modules_own_parameters_is_averaged() -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from samestep.parallel.distributed import DistributedDataParallel
-
 _HERE = Path(__file__).parent
 _SUITE = _HERE.parent / "torch_suite.py"
 
@@ -34,15 +32,6 @@ _LEFT = {
     "test_ddp_profiling_torch_profiler": "it counts Gloo's events, and ranks on one host share memory",
 }
 
-# What fails for want of `join`.
-_JOIN = (
-    "test_ddp_grad_div_uneven_inputs",
-    "test_ddp_join_model_equivalence",
-    "test_ddp_join_respects_forward_sync_buffers_false",
-    "test_ddp_uneven_input_exception",
-    "test_ddp_uneven_input_join_disable",
-)
-
 
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("backend", ["gloo", "samestep"])
@@ -52,7 +41,7 @@ def test_what_torchs_class_passes_ours_passes(backend: str) -> None:
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     assert [test for test, *_ in rows] == _PASSED
-    expected = _LEFT.keys() | (set() if hasattr(DistributedDataParallel, "join") else set(_JOIN))
+    expected = _LEFT.keys()
     failed = {test: said for test, outcome, _, said in rows if outcome != "passed"}
     unexpected = [f"{test}: {said}" for test, said in failed.items() if test not in expected]
     assert not unexpected, "\n\n".join(unexpected)
@@ -60,4 +49,4 @@ def test_what_torchs_class_passes_ours_passes(backend: str) -> None:
 
 
 def test_every_exception_is_among_what_torchs_class_passes() -> None:
-    assert set(_PASSED) >= _LEFT.keys() | set(_JOIN)
+    assert set(_PASSED) >= _LEFT.keys()

@@ -84,7 +84,7 @@ class Control:
     def num_training(self, tail: Tensor) -> Tensor:
         """Return how many ranks have not joined, as `total_weight` does its number."""
         outcomes = tail[self._count + 2 :]
-        return (outcomes != Outcome.JOINED).sum()
+        return (outcomes != Outcome.JOINED).sum().double()
 
     def judge(self, tail: Tensor) -> Verdict:
         """Return what all ranks have to do, looking at the numbers: on a device the host waits for them."""

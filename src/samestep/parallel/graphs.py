@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samestep.errors import ReplicaError
 
-__all__ = ["Closing", "alone", "captured", "connected", "goes_everywhere"]
+__all__ = ["Closing", "alone", "captured", "end_graphs", "goes_everywhere"]
 
 
 class Closing:
@@ -34,7 +34,8 @@ def captured(parameters: Iterable[Tensor]) -> int | None:
     """
     with torch.enable_grad():
         for number, parameter in enumerate(parameters):
-            if parameter.requires_grad and _is_captured(parameter.expand_as(parameter).grad_fn.next_functions[0][0]):  # type: ignore[union-attr]
+            above = parameter.expand_as(parameter).grad_fn  # none within a transform of torch.func
+            if above is not None and _is_captured(above.next_functions[0][0]):
                 return number
     return None
 
@@ -59,9 +60,7 @@ def goes_everywhere(node: Any) -> bool:
 def _is_captured(leaf: Any) -> bool:
     try:
         torch._C._will_engine_execute_node(leaf)
-    except (
-        RuntimeError
-    ):  # "A leaf node was passed to _will_engine_execute_node but we are currently running [...] grad"
+    except RuntimeError:  # "A leaf node was passed [...] but we are currently running autograd.grad()"
         return True
     return False
 
@@ -75,10 +74,29 @@ def alone(rank: int, name: str) -> ReplicaError:
     )
 
 
-def connected(rank: int) -> ReplicaError:
-    """Return the error of a synchronised backward that was to make a graph."""
-    return ReplicaError(
-        f"rank {rank}: backward(create_graph=True) was called, but averaged gradients are not connected to a graph: "
-        "what is computed from them could not be differentiated. Take gradients of a penalty with autograd.grad(), or "
-        "call backward within no_sync()"
-    )
+def end_graphs(parameters: Iterable[Tensor], rank: int) -> None:
+    """Make it an error to differentiate the parameters' gradients, averages that a backward with a graph has left.
+
+    They require gradients, as those of backward(create_graph=True) do, and are on the same memory.
+    """
+    with torch.enable_grad():
+        for parameter in parameters:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad = _End.apply(parameter, parameter.grad, rank)
+
+
+class _End(torch.autograd.Function):
+    """Gives a gradient its parameter's requires_grad, and no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, grad: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ReplicaError(
+            f"rank {ctx.rank}: something was computed from gradients of backward(create_graph=True) and is "
+            "differentiated now, but they are averages, which are not connected to a graph. Take gradients of a "
+            "penalty with autograd.grad(), or call that backward within no_sync()"
+        )

@@ -92,6 +92,7 @@ class JoinableReplica(Joinable):
     device: torch.device
     process_group: Any
     _reducer: Reducer
+    _has_joined = False  # a join context was ever made
 
     def join(
         self,
@@ -157,6 +158,7 @@ class _Hook(JoinHook):
         self, replica: JoinableReplica, *, own: bool, divide_by_initial_world_size: bool = True, **_: Any
     ) -> None:
         self._replica = replica
+        replica._has_joined = True
         replica._reducer.joining = Joining(replica, by_initial_size=divide_by_initial_world_size, own=own)
 
     def main_hook(self) -> None:

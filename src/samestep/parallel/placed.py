@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -16,10 +17,12 @@ class Placed:
     """Where `parameters` of `module`, by their full names, are on rank `rank`, and of what kind."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], rank: int) -> None:
-        self._rank = rank
+        self._rank, self._warned = rank, False
         self._kinds = [(name, p, p.device, p.dtype) for name, p in parameters.items()]
-        split = [(name.rpartition("."), name, p) for name, p in parameters.items()]
-        self._places = [(module.get_submodule(path)._parameters, last, name, p) for (path, _, last), name, p in split]
+        self._places: list[tuple[Mapping[str, Tensor | None], str, str, Tensor]] = []
+        for name, parameter in parameters.items():
+            path, _, last = name.rpartition(".")
+            self._places.append((module.get_submodule(path)._parameters, last, name, parameter))
 
     def require_unmoved(self) -> None:
         """Raise ReplicaError if one of them was moved or cast."""
@@ -34,13 +37,26 @@ class Placed:
                 raise self._moved(name, device, dtype, now.get(name))
 
     def require_none_replaced(self) -> None:
-        """Raise ReplicaError if a leaf has come in the place of one of them, whose gradient nobody would average."""
+        """Raise ReplicaError if another parameter is in the place of one of them, whose gradient nobody would average.
+
+        Any other leaf there, as functional_call() may put one for a while, is warned about, once.
+        """
         for own, last, name, parameter in self._places:
             now = own.get(last)
-            if now is not parameter and now is not None and now.requires_grad and now.is_leaf:
+            if now is parameter or now is None or not (now.requires_grad and now.is_leaf):
+                continue
+            if isinstance(now, nn.Parameter):
                 raise ReplicaError(
-                    f"rank {self._rank}: in the place of parameter {name} there is another tensor now, whose gradient "
+                    f"rank {self._rank}: in the place of parameter {name} there is another one now, whose gradient "
                     "would stay this rank's alone: change parameters in place, or wrap the module anew"
+                )
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"rank {self._rank}: the wrapped module was called with a tensor of its own for {name}, whose "
+                    "gradient is this rank's alone; those of the module's parameters, and of what is computed from "
+                    "them, are averaged",
+                    stacklevel=2,
                 )
 
     def _moved(self, name: str, device: torch.device, dtype: torch.dtype, now: Tensor | None) -> ReplicaError:

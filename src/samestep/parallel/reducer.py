@@ -29,7 +29,7 @@ from samestep.errors import ReplicaError
 from samestep.parallel.arrivals import Arrivals, learned
 from samestep.parallel.assembly import AnyBucket, assemble
 from samestep.parallel.control import Control, Outcome, Verdict
-from samestep.parallel.graphs import Closing, alone, captured, connected, goes_everywhere
+from samestep.parallel.graphs import Closing, alone, captured, end_graphs, goes_everywhere
 from samestep.parallel.hooks import CommHook
 from samestep.parallel.join import Joining, Waits
 from samestep.parallel.plan import Parameter, complete_order, make_plan
@@ -178,6 +178,7 @@ class Reducer(WithoutBackward):
             torch.autograd.Variable._execution_engine.queue_callback(closing)
             self._begin()  # if it raises, the traceback keeps `closing`, which then must not count as open
             self._closing = weakref.ref(closing)
+            self._creates_graph = torch.is_grad_enabled()  # asked in a hook, that is backward's create_graph
 
     def _begin(self) -> None:
         if self._catch_up():
@@ -185,9 +186,8 @@ class Reducer(WithoutBackward):
         self._standing.void = False
         self._open, self._syncing, self._started = True, self.sync, 0
         self._statistics.begin("backward")
-        self._sent = False  # the control numbers
+        self._sent = self._creates_graph = False  # the control numbers; see `_ensure_open`
         self.arrivals = Arrivals(self.plan, self._bucket_of, self._expected)
-        self._creates_graph = torch.is_grad_enabled()  # asked in a hook, that is backward's create_graph
 
     def _arrived(self, index: int) -> None:
         self._ensure_open()
@@ -200,8 +200,6 @@ class Reducer(WithoutBackward):
         in_time = self.arrivals.add(index)
         if not self._syncing:
             return
-        if self._creates_graph:
-            raise connected(self._communicator.rank)
         if not in_time and self._expected is not None:
             self._expected[index] += 1
             raise ReplicaError(
@@ -250,6 +248,8 @@ class Reducer(WithoutBackward):
                 unused = set() if all(self._used) else self._control.unused(tail)
                 for bucket in self._buckets:
                     bucket.unpack(divisor, unused, self._earlier)
+                if self._creates_graph:
+                    end_graphs(self._parameters, self._communicator.rank)
                 done = True
         finally:
             if not done:
@@ -265,8 +265,9 @@ class Reducer(WithoutBackward):
 
     @property
     def _undivided(self) -> bool:
-        """Whether gradients travel as they are, and their sum is divided."""
-        return self._weight is not None or (self.joining is not None and not self.joining.by_initial_size)
+        """Whether gradients travel as they are, and their sum (or what a hook makes of them) is divided."""
+        fewer = self.joining is not None and not self.joining.by_initial_size
+        return self._weight is not None or (fewer and (self._comm_hook is None or self._comm_hook.traits.averages))
 
     def _divisor(self, tail: Tensor, verdict: Verdict) -> Tensor | None:
         if self._weight is not None or verdict.weighted:

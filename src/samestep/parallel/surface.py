@@ -63,6 +63,8 @@ class Surface(Registration):
         data |= plan_data(parameters, reducer.first_plan, reducer.plan, reducer.arrivals.order) | statistics.times()
         if reducer.comm_hook is not None:
             data["comm_hook"] = reducer.comm_hook.name
+        if getattr(self, "_has_joined", False):
+            data["join_uneven_inputs"] = 1
         if self._error is not None:
             data |= {"has_error": 1, "error": self._error}
         return data
