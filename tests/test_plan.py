@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import ReplicaError
 from samestep.parallel.arrivals import Arrivals, learned
-from samestep.parallel.control import Control
+from samestep.parallel.control import Control, Outcome, Verdict
 from samestep.parallel.plan import Parameter, complete_order, make_plan
 
 
@@ -142,7 +144,7 @@ def summed(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 def test_control_numbers_add_up(dtype: torch.dtype) -> None:
     control, total = summed([(b"\1\0\0", 3.0, False), (b"\1\1\0", 0.5, False)], dtype)
-    control.check(total)
+    assert control.judge(total) == Verdict(weighted=True)
     assert control.unused(total) == {2}
     assert control.total_weight(total).item() == 3.5
     assert control.total_weight(total).dim() == 0
@@ -163,5 +165,16 @@ def test_control_numbers_stop_a_step_that_must_not_be_taken(
     ranks: list[tuple[bytes, float | None, bool]], message: str
 ) -> None:
     control, total = summed(ranks)
-    with pytest.raises(ReplicaError, match=message):
-        control.check(total)
+    error = control.judge(total).error
+    assert isinstance(error, ReplicaError)
+    assert re.search(message, str(error))
+
+
+def test_a_skipped_step_takes_buffers_from_the_first_rank_that_is_done() -> None:
+    numbers = torch.zeros(Control(3, 0, 4).length)
+    for rank, outcome in enumerate((Outcome.JOINED, Outcome.SKIPPED, Outcome.DONE, Outcome.SKIPPED)):
+        mine = torch.empty_like(numbers)
+        Control(3, rank, 4).write(mine, bytearray(3), None, failed=False, outcome=outcome)
+        numbers += mine
+    assert Control(3, 0, 4).judge(numbers) == Verdict(skipping=(1, 3), source=2)
+    assert Control(3, 0, 4).num_training(numbers).item() == 3
