@@ -40,7 +40,7 @@ enum { LOOKS = 64, OFFERS = 8 };
             EACH(i, count) out[i] = (a[i] + b[i]) / divisor;                                                    \
         }                                                                                                       \
     }                                                                                                           \
-    static void multiply_##T(T *restrict out, const T *restrict a, size_t count, T scale)                       \
+    static void multiply_##T(T *out, const T *a, size_t count, T scale)                                         \
     {                                                                                                           \
         EACH(i, count) out[i] = a[i] * scale;                                                                   \
     }                                                                                                           \
@@ -124,6 +124,14 @@ static char *piece_at(const Stream *s, Py_ssize_t number)
     return s->flat + (size_t)number * s->piece * (size_t)s->item_bytes;
 }
 
+static void copy_scaled(char *to, const char *from, size_t count, int item_bytes, double scale)
+{
+    if (item_bytes == 4)
+        multiply_float((float *)to, (const float *)from, count, (float)scale);
+    else
+        multiply_double((double *)to, (const double *)from, count, scale);
+}
+
 static void show_next(Stream *s)
 {
     uint32_t meeting = s->first + (uint32_t)s->shown;
@@ -131,10 +139,8 @@ static void show_next(Stream *s)
     char *to = slot(s, s->rank, meeting), *from = piece_at(s, s->shown);
     if (s->scale == 1)
         memcpy(to, from, length(s, s->shown) * (size_t)s->item_bytes);
-    else if (s->item_bytes == 4)
-        multiply_float((float *)to, (const float *)from, length(s, s->shown), (float)s->scale);
     else
-        multiply_double((double *)to, (const double *)from, length(s, s->shown), s->scale);
+        copy_scaled(to, from, length(s, s->shown), s->item_bytes, s->scale);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     __atomic_store_n(counter, meeting, __ATOMIC_RELEASE);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -254,12 +260,36 @@ static PyObject *reduce_all(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *gather(PyObject *module, PyObject *args)
+{
+    PyObject *outs, *ins, *counts;
+    int item_bytes;
+    double scale;
+    if (!PyArg_ParseTuple(args, "O!O!O!id", &PyTuple_Type, &outs, &PyList_Type, &ins, &PyTuple_Type, &counts,
+                          &item_bytes, &scale))
+        return NULL;
+    Py_ssize_t size = PyTuple_Size(outs);
+    if (PyList_Size(ins) != size || PyTuple_Size(counts) != size) {
+        PyErr_SetString(PyExc_ValueError, "expected as many places and lengths to copy to as to copy from");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < size; i++) {
+        char *to = PyLong_AsVoidPtr(PyTuple_GetItem(outs, i)), *from = PyLong_AsVoidPtr(PyList_GetItem(ins, i));
+        Py_ssize_t count = PyLong_AsSsize_t(PyTuple_GetItem(counts, i));
+        if (PyErr_Occurred()) return NULL;
+        copy_scaled(to, from, (size_t)count, item_bytes, scale);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"stream", stream, METH_VARARGS,
      "stream(boards, rank, slot_bytes, address, count, item_bytes, scale, divisor, piece, first, shown, taken) -> "
      "(shown, taken)\n\nShow and take pieces until a peer keeps it waiting, or all is done."},
     {"reduce_all", reduce_all, METH_VARARGS,
      "reduce_all(addresses, count, item_bytes, divisor)\n\nSum what lies at the addresses, and write it to all."},
+    {"gather", gather, METH_VARARGS,
+     "gather(outs, ins, counts, item_bytes, scale)\n\nCopy to addresses what lies at others, times `scale`."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,6 +6,7 @@ What they gain is measured by `benchmarks/allreduce.py`, which has both ways sid
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from samestep.comm.ops import AllReduce, Reduction
 from samestep.comm.shm.board import BOARD_BYTES, COUNTER, DOZING, SLEEPING, STATE, State
@@ -19,10 +20,10 @@ except ImportError:  # no compiler when the package was built, or another system
     VERSION = 0
 else:
     VERSION = _kernels.VERSION
-    reduce_all, stream = _kernels.reduce_all, _kernels.stream
+    gather, reduce_all, stream = _kernels.gather, _kernels.reduce_all, _kernels.stream
     assert _kernels.LAYOUT == (COUNTER, SLEEPING, DOZING, STATE, State.CLOSED, BOARD_BYTES, NUM_SLOTS, _MOST_RANKS)
 
-__all__ = ["VERSION", "divisor_of", "reduce_all", "serve", "stream", "version_for"]
+__all__ = ["VERSION", "divisor_of", "gather", "gathers", "reduce_all", "serve", "stream", "version_for"]
 
 _DTYPES = frozenset({torch.float32, torch.float64})
 
@@ -30,6 +31,11 @@ _DTYPES = frozenset({torch.float32, torch.float64})
 def version_for(size: int) -> int:
     """Return the version of the loops that `size` ranks could use; 0 if there are none."""
     return VERSION if size <= _MOST_RANKS else 0
+
+
+def gathers(tensor: Tensor) -> bool:
+    """Tell whether `gather` can copy to `tensor`."""
+    return VERSION > 0 and tensor.is_cpu and tensor.dtype in _DTYPES
 
 
 def serve(op: AllReduce) -> bool:
