@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", required=True)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--ours", action="store_true", help="our DistributedDataParallel in the place of torch's")
+    parser.add_argument("--ours", action="store_true", help="our DistributedDataParallel and SyncBatchNorm instead")
     parser.add_argument("--json", type=Path, help="write {test: [outcome, seconds]} here")
     parser.add_argument("--skip", nargs="*", default=[], help="tests to leave out")
     parser.add_argument("tests", nargs="*", help="all that need no GPU, if none is named")
@@ -84,6 +84,7 @@ def _import_suite(ranks: int, folder: str, *, ours: bool) -> ModuleType:
     )
     for name in ("barrier", "test_dir", "init_dir"):
         Path(folder, name).mkdir()
+    import torch
     import torch.testing._internal.common_distributed as common
 
     common.skip_if_lt_x_gpu = common.require_n_gpus_for_nccl_backend = lambda *_, **__: lambda fn: fn
@@ -91,6 +92,8 @@ def _import_suite(ranks: int, folder: str, *, ours: bool) -> ModuleType:
     common.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
     if ours:
         importlib.import_module("samestep.launch.drop_in").replace_torchs_class()
+        own = importlib.import_module("samestep.parallel.batchnorm").SyncBatchNorm
+        torch.nn.SyncBatchNorm = torch.nn.modules.SyncBatchNorm = own  # type: ignore[misc]
     suite = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     _keep_on_the_cpu()
     return suite
