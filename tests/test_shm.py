@@ -165,6 +165,7 @@ def test_a_tensor_in_the_arena_is_reduced_where_it_is() -> None:
         assert not tensor.any()
         assert tensor.shape == (3, 50_000)
         tensor.fill_(comm.rank + 1)
+        comm.barrier()  # the others have read what was shown before
         slots = (
             comm._room.next(torch.uint8, shm_ranks.SLOT_BYTES),
             comm._room.shown(comm._room.meeting, comm.rank, torch.uint8, 2**20),

@@ -33,12 +33,11 @@ class Progress:
     def __init__(self, communicator: Communicator) -> None:
         self.number = 0
         self._communicator = communicator
-        self._announcing = _Announcing(communicator, self)
 
     def begin(self) -> Communicator:
         """Count one more; return the communicator for its first exchange, which says what it is for."""
         self.number += 1
-        return self._announcing
+        return _Announcing(self._communicator, self)  # kept, it would keep the group alive, in a circle
 
     def __str__(self) -> str:
         return f"gradients of synchronised backward {self.number}; a rank that is not in it has made {self.number - 1}"
