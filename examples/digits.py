@@ -82,11 +82,9 @@ def main() -> None:
                     progress.update(bar, advance=1, now=now)
                 accuracy, _ = evaluate(model, test_loader, comm, world.device)
                 progress.update(bar, now=f"{now}  test accuracy {accuracy:.4f}")
-        if world.is_main:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(model.module.state_dict(), args.out)
-        comm.barrier()
-        model.load_state_dict(torch.load(args.out, map_location=world.device, weights_only=True))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        samestep.save(model, args.out)
+        samestep.load(args.out, model)
         accuracy, f1 = evaluate(model, test_loader, comm, world.device)
         weights = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
         assert set(comm.all_gather_object(weights)) == {weights}, "replicas differ"
