@@ -1,8 +1,11 @@
 """Counts epochs: by themselves, or as the caller says; and how far the one that was begun last has come."""
 
+import operator
 from dataclasses import dataclass
 
-__all__ = ["Epochs", "Progress"]
+from samestep.data.place import check_seed
+
+__all__ = ["CountsEpochs", "Epochs", "Progress"]
 
 
 @dataclass
@@ -41,3 +44,30 @@ class Epochs:
         if not self.was_set:
             self.next_epoch += 1
         return progress
+
+
+class CountsEpochs:
+    """What a sampler that counts epochs shows of it; it has a `seed`, to which the epoch is added."""
+
+    seed: int
+    _epochs: Epochs
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration will use; assigning it is calling `set_epoch`."""
+        return self._epochs.next_epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use this epoch for every iteration that begins from now on, until the next call.
+
+        After `load_state_dict`, naming the epoch of the state keeps its position, and another epoch is begun
+        from its start. Raises TypeError or ValueError, with nothing changed, for an epoch that is no integer
+        or, added to the seed, no 64-bit one.
+        """
+        epoch = operator.index(epoch)
+        check_seed(self.seed, epoch)
+        self._epochs.set(epoch)

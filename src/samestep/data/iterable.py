@@ -57,8 +57,6 @@ class ShardedIterable(IterableDataset[Any]):
             )
         self.dataset = dataset
         self.num_replicas, self.rank = place(num_replicas, rank)
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"Invalid rank {self.rank}, rank should be in the interval [0, {self.num_replicas - 1}]")
         self.remainder = choose_remainder(drop_last, remainder)
         self.seed = operator.index(seed)
         check_seed(self.seed, 0)

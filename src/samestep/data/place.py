@@ -14,7 +14,8 @@ __all__ = ["check_seed", "choose_remainder", "place"]
 def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Return the number of ranks and this one's; what is None comes from the process group or the environment.
 
-    Raises TypeError for what is no integer, WorldError when the environment contradicts itself.
+    Raises TypeError for what is no integer, ValueError for no ranks or one that is not among them, WorldError when the
+    environment contradicts itself.
     """
     if num_replicas is None or rank is None:
         if dist.is_available() and dist.is_initialized():
@@ -25,7 +26,12 @@ def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
             size, mine = world.size, world.rank
         num_replicas = size if num_replicas is None else num_replicas
         rank = mine if rank is None else rank
-    return operator.index(num_replicas), operator.index(rank)
+    size, mine = operator.index(num_replicas), operator.index(rank)
+    if size < 1:
+        raise ValueError(f"Invalid num_replicas {size} on rank {mine}, expected at least 1")
+    if not 0 <= mine < size:
+        raise ValueError(f"Invalid rank {mine}, rank should be in the interval [0, {size - 1}]")
+    return size, mine
 
 
 def choose_remainder(drop_last: bool, remainder: Remainder | None) -> Remainder:

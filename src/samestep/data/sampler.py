@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data import distributed as torch_distributed
 
-from samestep.data.epochs import Epochs, Progress
+from samestep.data.epochs import CountsEpochs, Epochs, Progress
 from samestep.data.place import check_seed, choose_remainder, place
 from samestep.data.resume import EpochState
 from samestep.data.sharding import Deal, Remainder
@@ -25,7 +25,7 @@ _CHUNK = 4096
 
 # A subclass of torch's class, although nothing of it is used, because libraries that wrap loaders ask
 # isinstance(sampler, torch's DistributedSampler) before they replace a sampler by one of their own.
-class DistributedSampler(torch_distributed.DistributedSampler[int]):
+class DistributedSampler(CountsEpochs, torch_distributed.DistributedSampler[int]):
     """Yields this rank's share of the sample numbers of each epoch; torch's order, bit for bit.
 
     dataset: anything with a length; it must keep it. num_replicas, rank: how many share it and who this is;
@@ -79,26 +79,6 @@ class DistributedSampler(torch_distributed.DistributedSampler[int]):
         whole = self._deal(0)
         self.num_samples, self.total_size = whole.count, whole.total
         self._epochs = Epochs()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration will use; assigning it is calling `set_epoch`."""
-        return self._epochs.next_epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use this epoch for every iteration that begins from now on, until the next call.
-
-        After `load_state_dict`, naming the epoch of the state keeps its position, and another epoch is begun
-        from its start. Raises TypeError or ValueError, with nothing changed, for an epoch that is no integer
-        or, added to the seed, no 64-bit one.
-        """
-        epoch = operator.index(epoch)
-        check_seed(self.seed, epoch)
-        self._epochs.set(epoch)
 
     def __len__(self) -> int:
         """Return how many samples the iteration in progress, or else the next one, yields on this rank in all."""

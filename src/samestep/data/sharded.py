@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import distributed as torch_distributed
 
-from samestep.data.epochs import Epochs
+from samestep.data.epochs import CountsEpochs, Epochs
 from samestep.data.place import check_seed, choose_remainder, place
 from samestep.data.same_draws import SameDraws, drawn
 from samestep.data.sharding import Remainder
@@ -20,7 +20,7 @@ _AT_ONCE = 1024
 
 
 # A subclass of torch's class for the reason that samestep's DistributedSampler is one: libraries ask.
-class ShardedSampler(torch_distributed.DistributedSampler[Any]):
+class ShardedSampler(CountsEpochs, torch_distributed.DistributedSampler[Any]):
     """Yields this rank's share of what `sampler` yields: sample numbers, or whole batches of a batch sampler.
 
     Every rank draws the same order from its copy of `sampler`, and takes turns along it: with N ranks, rank r takes
@@ -56,29 +56,12 @@ class ShardedSampler(torch_distributed.DistributedSampler[Any]):
         if is_dealt_out(sampler):
             raise ValueError(f"the {type(sampler).__name__} deals out to ranks already; give it to the loader as it is")
         self.num_replicas, self.rank = place(num_replicas, rank)
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"Invalid rank {self.rank}, rank should be in the interval [0, {self.num_replicas - 1}]")
         self.remainder = choose_remainder(drop_last, remainder)
         self.drop_last = self.remainder == "drop"
         self.seed = operator.index(seed)
         check_seed(self.seed, 0)
         self._slot = Slot(self.num_replicas, self.rank, self.remainder)
         self._epochs = Epochs()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration will use; assigning it is calling `set_epoch`."""
-        return self._epochs.next_epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use this epoch for every iteration that begins from now on, until the next call."""
-        epoch = operator.index(epoch)
-        check_seed(self.seed, epoch)
-        self._epochs.set(epoch)
 
     def __len__(self) -> int:
         """Return how many items this rank gets in the iteration in progress, or else the next one.
