@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import equal, grads, linear, mlp, samples, wrap
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from torch.futures import Future
+from user_hooks import done, mean
 
 from samestep.comm.base import Communicator
 from samestep.parallel.averaging import allreduce_hook, bf16_compress_hook, fp16_compress_hook
@@ -20,17 +20,6 @@ from samestep.parallel.hooks import GradBucket, Traits, traits_of
 from samestep.testing.ranks import run_threads
 
 Hook = Callable[[Any, Any], Any]
-
-
-def done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def mean(comm: Communicator, bucket: Any) -> Any:
-    """A user's hook: plain averaging in two lines."""
-    return done(comm.all_reduce(bucket.buffer()) / comm.size)
 
 
 def same(results: list[list[Tensor | None]]) -> bool:

@@ -28,7 +28,7 @@ def evaluate(comm: Communicator, count: int) -> tuple[float, int, int]:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 21, 22])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_case_1_evaluation_counts_every_sample_once(count: int, size: int) -> None:
+def test_case_01_evaluation_counts_every_sample_once(count: int, size: int) -> None:
     """21 images are 21 on any number of ranks, also where a rank gets none."""
     answers = run_threads(partial(evaluate, count=count), size)
     wrong = len(range(0, count, 5)) / max(1, count)
@@ -62,7 +62,7 @@ def loaders() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", loaders())
-def test_case_9_the_epoch_advances_by_itself_and_set_epoch_wins(kind: str) -> None:
+def test_case_09_the_epoch_advances_by_itself_and_set_epoch_wins(kind: str) -> None:
     loader = loaders()[kind]
     epochs = [repr(list(loader)) for _ in range(3)]
     assert len(set(epochs)) == 3
