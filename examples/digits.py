@@ -82,7 +82,6 @@ def main() -> None:
                     progress.update(bar, advance=1, now=now)
                 accuracy, _ = evaluate(model, test_loader, comm, world.device)
                 progress.update(bar, now=f"{now}  test accuracy {accuracy:.4f}")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         samestep.save(model, args.out)
         samestep.load(args.out, model)
         accuracy, f1 = evaluate(model, test_loader, comm, world.device)
