@@ -44,7 +44,7 @@ class DenseBucket:
             )
             for run in _runs([p.numel() for p in members])
         ]
-        self._places = tuple(view.data_ptr() for view in views), tuple(view.numel() for view in views)
+        self._views, self._counts = views, tuple(view.numel() for view in views)
         self._strides = [view.stride() for view in views]
         self._compiled = kernels.gathers(flat)
         self._kept: dict[int, Tensor] = {}
@@ -80,8 +80,9 @@ class DenseBucket:
         for grad, strides in zip(grads, self._strides, strict=True):
             if grad is None or grad.stride() != strides or grad.dtype is not dtype:
                 return False
-        outs, counts = self._places
-        kernels.gather(outs, [grad.data_ptr() for grad in grads if grad is not None], counts, dtype.itemsize, scale)
+        outs = tuple(view.data_ptr() for view in self._views)  # a hook may have moved them, as PowerSGD does
+        ins = [grad.data_ptr() for grad in grads if grad is not None]
+        kernels.gather(outs, ins, self._counts, dtype.itemsize, scale)
         for parameter in self.members:
             parameter.grad = None
         return True
