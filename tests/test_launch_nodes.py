@@ -64,8 +64,9 @@ def test_workers_of_three_machines_are_one_world(tmp_path: Path) -> None:
 def test_a_failure_on_one_machine_ends_the_others_and_a_restart_is_everybodys(tmp_path: Path) -> None:
     text = """
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
-note(f"up-{rank}")
+note(f"up-{attempt}")
 if os.environ["GROUP_RANK"] == "1":
+    wait_for(f"../alpha/up-{attempt}")  # else it would end the other before that has said anything
     raise ValueError("lost it")
 forever()
 """

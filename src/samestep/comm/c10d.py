@@ -126,7 +126,7 @@ class C10dCommunicator(Communicator):
             self._recent.append(work)
         return _C10dWork(self, op, work, finish)
 
-    def failed(self, op: Op, error: RuntimeError) -> CommunicatorError:
+    def failed(self, op: Op | str, error: RuntimeError) -> CommunicatorError:
         """Translate the backend's `error` in `op`; the first one breaks the group, on the peers, too."""
         if self._broken is not None:
             return self._again()
@@ -138,7 +138,8 @@ class C10dCommunicator(Communicator):
             DeadlineError: "a peer did not come in time; look for a rank that stopped or made fewer calls",
             CommunicatorError: "the backend failed",
         }[kind]
-        message = f"rank {self.rank} of {self.size}, {describe(op)}: {what} ({_first_line(error)})"
+        name = op if isinstance(op, str) else describe(op)
+        message = f"rank {self.rank} of {self.size}, {name}: {what} ({_first_line(error)})"
         self._broken = kind, message
         if self._gloo:
             c10d_gloo.hang_up(self.group)
@@ -210,7 +211,11 @@ class C10dCommunicator(Communicator):
         name = self.broadcast_object(uuid.uuid4().hex)
         if self.rank not in ranks:
             return None
-        return C10dCommunicator(_subgroup(self.group, ranks, self.device, name), owns_group=True)
+        try:
+            group = _subgroup(self.group, ranks, self.device, name)
+        except RuntimeError as error:
+            raise self.failed("split", error) from error
+        return C10dCommunicator(group, owns_group=True)
 
     def close(self) -> None:
         if self._owns_group:
