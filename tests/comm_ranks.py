@@ -8,10 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from samestep.comm import c10d
 from samestep.comm.base import Communicator
 from samestep.comm.c10d import C10dCommunicator
 from samestep.comm.checked import CheckedCommunicator
@@ -145,6 +147,15 @@ def miss_the_deadline(comm: Communicator) -> str:
     if comm.rank == 2:
         said = _failing(brief, [Recv(torch.ones(3), 0, 5)], DeadlineError)
     comm.barrier()
+    return said
+
+
+def fail_to_split(comm: Communicator) -> str:
+    """Gloo finds out that a peer is gone while it makes the connections of a new group."""
+    with patch.object(c10d, "_subgroup", side_effect=RuntimeError("connectFullMesh failed: Connection closed by peer")):
+        said = refused(comm, "split", lambda: comm.split(range(comm.size)), PeerLostError)
+    again = refused(comm, "a barrier afterwards", comm.barrier, PeerLostError)
+    assert again == f"rank {comm.rank}: the group is broken since: {said}", again
     return said
 
 

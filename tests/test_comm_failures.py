@@ -94,6 +94,11 @@ def test_who_has_come_may_leave() -> None:
         first.recv(torch.empty(3), 1)
 
 
+def test_a_group_that_cannot_be_split() -> None:
+    first, _ = run_processes(comm_ranks.fail_to_split, 2)
+    assert first.startswith("rank 0 of 2, split: a peer died or closed its connection"), first
+
+
 def test_who_leaves_leaves_its_groups() -> None:
     def main(comm: Communicator) -> None:
         part = comm.split([0, 1])
