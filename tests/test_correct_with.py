@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.comm.base import Communicator
+from samestep.parallel import reducer
 from samestep.testing.ranks import run_processes, run_threads
 
 SIZE = 3
@@ -111,14 +112,14 @@ def test_two_wrapped_modules_in_one_model() -> None:
     assert close(results[0], grads(local)[:-2])
 
 
-def test_a_wrapped_module_within_a_wrapped_one() -> None:
-    """What is averaged is the average of averages."""
-
-    def train(model: nn.Module, rank: int) -> list[Tensor | None]:
-        for _ in range(2):
-            model.zero_grad()
-            model(samples(3, rank)).square().sum().backward()
-        return grads(model)
+@pytest.mark.parametrize("whole_bytes", [reducer.WHOLE_BYTES, 1])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_wrapped_module_within_a_wrapped_one(
+    weighted: bool, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets that left early would take gradients away from one another. Averages of averages are averages."""
+    monkeypatch.setattr(reducer, "WHOLE_BYTES", whole_bytes)
+    weights = [1.0, 3.0] if weighted else [1.0, 1.0]
 
     class Wide(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -126,14 +127,35 @@ def test_a_wrapped_module_within_a_wrapped_one() -> None:
 
     def wide(comm: Communicator | None) -> nn.Module:
         last = mlp(2)[2]
-        return nn.Sequential(linear(1), Wide(), last if comm is None else wrap(last, comm))
+        return nn.Sequential(linear(1), Wide(), last if comm is None else wrap(last, comm, bucket_cap_mb=0.0))
 
-    results = run_threads(lambda comm: train(wrap(wide(comm), comm), comm.rank), 2)
+    def train(comm: Communicator) -> list[Tensor | None]:
+        model = wrap(wide(comm), comm, bucket_cap_mb=0.0)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(samples(3, comm.rank)).square().sum()
+            model.backward(loss, weight=weights[comm.rank] if weighted else None)
+        return grads(model)
+
+    results = run_threads(train, 2)
     local = wide(None)
-    for r in range(2):
-        (local(samples(3, r)).square().sum() / 2).backward()
+    for r, weight in enumerate(weights):
+        (local(samples(3, r)).square().sum() * weight / sum(weights)).backward()
     assert equal(*results)
     assert close(results[0], grads(local))
+
+
+def test_torchs_class_within_is_refused() -> None:
+    class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module = module
+
+    def rank(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="1 is wrapped in torch's DistributedDataParallel, and both would average"):
+            wrap(nn.Sequential(linear(1), DistributedDataParallel(linear(2))), comm)
+
+    run_threads(rank, 1)
 
 
 def test_lazily_initialised_modules_are_refused_until_they_have_been_run() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ __all__ = [
     "check_trainable",
     "choose_group",
     "describe_parameters",
+    "replicas_within",
 ]
 
 _MIB = 1 << 20
 _DEFAULT_CAPS_MIB = (1, 25)  # torch's: a small first bucket, so that the first exchange starts early
 
 Device = int | str | torch.device
+R = TypeVar("R", bound=nn.Module)
 
 
 def choose_group(process_group: Any, device_mesh: Any, module: nn.Module) -> Any:
@@ -84,6 +86,20 @@ def check_delayed(named: Any, hooked: Any, parameters: Mapping[str, Tensor]) -> 
     if not any(hooked is parameter and parameter.requires_grad for parameter in parameters.values()):
         raise ValueError("param_to_hook_all_reduce: expected a parameter of the module that requires a gradient")
     return frozenset(name for name, _ in named)
+
+
+def replicas_within(module: nn.Module, ours: type[R]) -> list[R]:
+    """Return what in `module` is wrapped in `ours` already. Raises ValueError for what is wrapped in torch's class."""
+    found = []
+    for name, part in module.named_modules():
+        if isinstance(part, ours):
+            found.append(part)
+        elif isinstance(part, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the module'} is wrapped in torch's DistributedDataParallel, and both would average its "
+                "gradients: wrap it once"
+            )
+    return found
 
 
 def check_trainable(parameters: Mapping[str, Tensor]) -> None:

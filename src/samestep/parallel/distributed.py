@@ -26,6 +26,7 @@ from samestep.parallel.arguments import (
     check_trainable,
     choose_group,
     describe_parameters,
+    replicas_within,
 )
 from samestep.parallel.buffers import BufferHook
 from samestep.parallel.compiled import Active
@@ -78,11 +79,13 @@ class DistributedDataParallel(Surface, JoinableReplica):
         mixed_precision: a MixedPrecision, ours or torch's: dtypes of computation, exchange and buffers.
 
     Raises RuntimeError (torch's own) for a module without trainable parameters or with uninitialised ones, or without a
-    process group; ValueError for arguments that contradict each other; MismatchError if the ranks' modules differ.
-    After an exception in forward or backward the object is usable. If only some ranks left backward with one, the
-    others' backward raises ReplicaError as soon as these go on to their next forward or backward.
+    process group; ValueError for arguments that contradict each other, or a module in torch's class already;
+    MismatchError if the ranks' modules differ. After an exception in forward or backward the object is usable. If only
+    some ranks left backward with one, the others' backward raises ReplicaError as soon as these go on to their next
+    forward or backward.
     """
 
+    _waits = False  # whether its parameters are another one's, too
     _active_ddp_module: Any = None  # for dynamo, where this class stands in the place of torch's
 
     def __init__(
@@ -136,7 +139,10 @@ class DistributedDataParallel(Surface, JoinableReplica):
                 values.update((n, b) for n, b in module.named_buffers() if n not in self._ignored)
             require_same_layout(self.communicator, values)
             send_values(self.communicator, values.values())
+        within = replicas_within(module, DistributedDataParallel)
         self._make_reducer(parameters)
+        for replica in (self, *within) if within else ():
+            replica._waits = replica._reducer.waits = True
         if self._precision is not None:
             self._lower_precision(self._precision)
         self.register_load_state_dict_pre_hook(accept_both_forms)
@@ -324,7 +330,7 @@ class DistributedDataParallel(Surface, JoinableReplica):
             late=[number for number, name in enumerate(trainable) if name in self._delayed],
             statistics=self._statistics,
         )
-        self._reducer.skip_unused = self.skip_all_reduce_unused_params
+        self._reducer.skip_unused, self._reducer.waits = self.skip_all_reduce_unused_params, self._waits
         self._reducer.local = [p for n, p in self.module.named_parameters() if n in self._ignored]
 
     def _renew_reducer(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -48,11 +48,12 @@ class Reducer(WithoutBackward):
 
     `specs` describe the parameters; `caps_bytes` are `make_plan`'s; `also` is called at the end of each synchronised
     backward, on every rank, with the rank whose values the others take. `sync` may be cleared to accumulate gradients
-    locally; what counts is its value when a backward's first gradient arrives. `then` is called when gradients are
-    there, if the step is good. `local` are parameters whose gradients stay on this rank, and are dropped with the
-    others when a step is skipped. Parameters in `late` are exchanged last. With `skip_unused`, those that no rank used
-    in the first synchronised backward are left out of all others. `detach()` takes the hooks off, and so does the end
-    of the object.
+    locally; what counts is its value when a backward's first gradient arrives. `waits` may be set to exchange nothing
+    before backward ends, where parameters belong to two of these: each takes gradients off them. `then` is called when
+    gradients are there, if the step is good. `local` are parameters whose gradients stay on this rank, and are dropped
+    with the others when a step is skipped. Parameters in `late` are exchanged last. With `skip_unused`, those that no
+    rank used in the first synchronised backward are left out of all others. `detach()` takes the hooks off, and so does
+    the end of the object.
 
     To be looked at: `plan`, and `first_plan`, the same object until the order of arrival was learned; `arrivals` of the
     last backward; `is_open`.
@@ -70,7 +71,7 @@ class Reducer(WithoutBackward):
         late: Collection[int] = (),
         statistics: Statistics | None = None,
     ) -> None:
-        self.sync = True
+        self.sync, self.waits = True, False
         self.then: Callable[[], None] | None = None
         self.joining: Joining | None = None
         self.local: Sequence[nn.Parameter] = ()
@@ -207,7 +208,7 @@ class Reducer(WithoutBackward):
                 "bucket had left: it takes part more often in this backward than in those before. This is known from "
                 "now on; zero the gradients and repeat the step on every rank"
             )
-        if self._started < min(self.arrivals.ready, len(self._buckets) - 1):
+        if not self.waits and self._started < min(self.arrivals.ready, len(self._buckets) - 1):
             with self.progress:
                 while self._started < min(self.arrivals.ready, len(self._buckets) - 1):
                     self._start_next()
