@@ -74,7 +74,7 @@ class DenseBucket:
                 self._copy_in(scale)
 
     def _gather(self, scale: float) -> bool:
-        """Do what `_copy_in` does, in one go (of 75 gradients, 3.7 MB: 0.9 ms in pieces, 0.5 ms in one)."""
+        """Do what `_copy_in` does, in one go (75 gradients, 3.7 MB, in a step: 0.95 ms in pieces, 0.76 ms in one)."""
         grads = [parameter.grad for parameter in self.members]
         dtype = self.flat.dtype
         for grad, strides in zip(grads, self._strides, strict=True):
