@@ -12,7 +12,7 @@ from samestep.comm.base import Communicator, Work
 from samestep.comm.ops import Op, describe
 from samestep.parallel.distributed import DistributedDataParallel
 
-__all__ = ["Recorder", "equal", "grads", "linear", "mlp", "samples", "wrap"]
+__all__ = ["Choosing", "Recorder", "equal", "grads", "linear", "mlp", "samples", "wrap"]
 
 
 def linear(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Linear:
@@ -68,3 +68,13 @@ class Recorder(Communicator):
 
     def _split(self, ranks: Sequence[int]) -> Communicator | None:
         return self.inner.split(ranks)
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.other = linear(0), linear(1)
+
+    def forward(self, x: Tensor, both: bool = False) -> Tensor:
+        result: Tensor = self.always(x) + (self.other(x) if both else 0)
+        return result

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Recorder, equal, grads, linear, mlp, samples, wrap
+from models import Choosing, Recorder, equal, grads, linear, mlp, samples, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -90,16 +90,6 @@ def test_delayed_parameters_that_are_not_there_are_refused(named: Any, hooked: A
             wrap(m, comm, delay_all_reduce_named_params=named(m), param_to_hook_all_reduce=hooked(m))
 
     run_threads(rank, 1)
-
-
-class Choosing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.other = linear(0), linear(1)
-
-    def forward(self, x: Tensor, both: bool = False) -> Tensor:
-        result: Tensor = self.always(x) + (self.other(x) if both else 0)
-        return result
 
 
 def test_parameters_that_nobody_used_at_first_are_left_out_if_asked() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Recorder, equal, grads, linear, mlp, samples, wrap
+from models import Choosing, Recorder, equal, grads, linear, mlp, samples, wrap
 from torch import Tensor, nn
 from torch.futures import Future
 
@@ -48,16 +48,6 @@ def test_an_iteration_without_an_exchange_publishes_nothing() -> None:
     statistics.begin("backward")
     statistics.forward()
     assert statistics.times() == {}
-
-
-class Choosing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.other = linear(0), linear(1)
-
-    def forward(self, x: Tensor, both: bool = False) -> Tensor:
-        result: Tensor = self.always(x) + (self.other(x) if both else 0)
-        return result
 
 
 def test_data_says_what_was_asked_for_and_done() -> None:

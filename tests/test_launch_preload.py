@@ -39,6 +39,17 @@ open("linked", "w").write(f"torch is imported: {'torch' in sys.modules}")
 """
 
 
+# The second piece is written once the first has been read.
+PIECES = """
+import fcntl, os, select, termios
+os.write(2, b"half ")
+while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))):
+    select.select([], [], [], 0.001)
+os.write(2, b"a line\\nits end")
+os._exit(7)
+"""
+
+
 def has_devices() -> bool:
     spec = importlib.util.find_spec("torch")
     assert spec is not None
@@ -98,8 +109,7 @@ def test_a_torch_that_imports_dynamo_too_early_is_left_to_fresh_interpreters(tmp
 
 
 def test_what_the_zygote_writes_in_pieces_is_shown_in_whole_lines(tmp_path: Path) -> None:
-    pieces = "import os, time\nos.write(2, b'half ')\ntime.sleep(0.3)\nos.write(2, b'a line\\nits end')\nos._exit(7)"
-    fake_torch(tmp_path, distributed="", distributed__tensor=pieces)
+    fake_torch(tmp_path, distributed="", distributed__tensor=PIECES)
     with Run(tmp_path, OPTIMIZER, *FORK) as run:
         assert run.wait() == 0
     assert lines_of(run) == [

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.base import Communicator
+from samestep.comm.base import Communicator, Work
 from samestep.parallel import reducer
+from samestep.parallel.arguments import describe_parameters
 from samestep.parallel.distributed import DistributedDataParallel
+from samestep.parallel.reduction import plain_sum
 from samestep.parallel.whole import WholeBucket
 from samestep.testing.ranks import run_threads
 
@@ -140,6 +142,27 @@ def test_weights_and_accumulation() -> None:
             torch.testing.assert_close(parameter.grad, earlier + 2 * one)
 
     run_threads(main, 3)
+
+
+def test_another_policy_gets_every_gradient() -> None:
+    def main(comm: Communicator) -> None:
+        model, sizes = _made("linear"), list[int]()
+        parameters = dict(model.named_parameters())
+
+        def noted(communicator: Communicator, flat: Tensor) -> Work:
+            sizes.append(flat.numel())
+            return plain_sum(communicator, flat)
+
+        specs = describe_parameters(model, parameters)
+        engine = reducer.Reducer(list(parameters.values()), specs, comm, (2**20,), exchange=noted)
+        model(_input(comm.rank, 0)).sum().backward()
+        assert sum(sizes) >= sum(p.numel() for p in parameters.values())
+        for parameter, expected in zip(parameters.values(), _local("linear", 2, 0, [1, 1]), strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, expected)
+        engine.detach()
+
+    run_threads(main, 2)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")

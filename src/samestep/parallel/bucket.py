@@ -13,7 +13,7 @@ from samestep.errors import ReplicaError
 from samestep.parallel.plan import BucketPlan
 from samestep.parallel.reduction import Exchange, sum_sparse
 
-__all__ = ["Bucket", "DenseBucket", "SparseBucket"]
+__all__ = ["Bucket", "DenseBucket", "SparseBucket", "require_dense"]
 
 
 # From this number of elements on, a pass over the memory costs more than an operation of its own for the gradient
@@ -63,12 +63,9 @@ class DenseBucket:
                 if grad is None:
                     used[index] = 0
                     parameter.grad = view.zero_()
-                elif grad.layout is not torch.strided:
-                    raise ReplicaError(
-                        f"a gradient of shape {list(grad.shape)} is {grad.layout}, but its parameter was planned as "
-                        "dense: build the layer with sparse=True before wrapping"
-                    )
-                elif not used[index]:
+                    continue
+                require_dense(grad)
+                if not used[index]:
                     self._kept[index] = grad.clone()
             if not (self._compiled and self._gather(1.0 if scale is None else scale)):
                 self._copy_in(scale)
@@ -229,6 +226,15 @@ class SparseBucket:
 
 
 Bucket = DenseBucket | SparseBucket
+
+
+def require_dense(grad: Tensor) -> None:
+    """Raise ReplicaError for the gradient of a parameter that was planned as dense, if it is not."""
+    if grad.layout is not torch.strided:
+        raise ReplicaError(
+            f"a gradient of shape {list(grad.shape)} is {grad.layout}, but its parameter was planned as dense: build "
+            "the layer with sparse=True before wrapping"
+        )
 
 
 def _runs(sizes: Sequence[int]) -> list[list[int]]:

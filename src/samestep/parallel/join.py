@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -144,9 +145,9 @@ class JoinableReplica(Joinable):
                 )
         return dist.group.WORLD if group is None else group
 
+    @abstractmethod
     def _final_values(self) -> list[Tensor]:
         """Return what all ranks have alike after a join."""
-        raise NotImplementedError
 
     def _end_join(self) -> None:
         self._reducer.joining = None

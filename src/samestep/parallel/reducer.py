@@ -311,7 +311,8 @@ class Reducer(WithoutBackward):
     def _make_buckets(self, order: Sequence[int]) -> None:
         self._order = list(order)
         self._counts = self.used_counts() if self._buckets else None
-        whole = WHOLE_BYTES if self._comm_hook is None else None
+        # Hooks and other policies are given flat tensors, each of which is one bucket.
+        whole = WHOLE_BYTES if self._comm_hook is None and self._exchange is plain_sum else None
         self.plan = make_plan(self._specs, order, self._caps_bytes, self._late, self._absent, whole_bytes=whole)
         made = assemble(
             self.plan,

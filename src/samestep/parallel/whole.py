@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.comm.base import Communicator, Work
 from samestep.comm.ops import AllReduce
-from samestep.errors import ReplicaError
+from samestep.parallel.bucket import require_dense
 from samestep.parallel.plan import BucketPlan
 from samestep.parallel.reduction import Exchange
 
@@ -40,13 +40,10 @@ class WholeBucket:
         if grad is None:
             used[self.index] = 0
             grad = self._empty().zero_()
-        elif grad.layout is not torch.strided:
-            raise ReplicaError(
-                f"a gradient of shape {list(grad.shape)} is {grad.layout}, but its parameter was planned as "
-                "dense: build the layer with sparse=True before wrapping"
-            )
-        elif not used[self.index]:
-            self._kept = grad.clone()
+        else:
+            require_dense(grad)
+            if not used[self.index]:
+                self._kept = grad.clone()
         if grad.stride() != self._strides or grad.requires_grad or _is_shared(grad):
             grad = self._empty().copy_(grad.detach())
         self._grad, self.parameter.grad = grad, None

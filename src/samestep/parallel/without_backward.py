@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from samestep.parallel.standing import Standing
 __all__ = ["WithoutBackward"]
 
 
-class WithoutBackward:
+class WithoutBackward(ABC):
     """That part of `Reducer`, which has the other: a backward from its first hook to its end."""
 
     sync: bool
@@ -131,26 +132,26 @@ class WithoutBackward:
     # What the other part has
 
     @property
-    def _defers(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _defers(self) -> bool: ...
 
-    def drop(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def drop(self) -> None: ...
 
-    def _begin(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _begin(self) -> None: ...
 
-    def _start_rest(self, *, failed: bool = False) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _start_rest(self, *, failed: bool = False) -> None: ...
 
-    def _wait_all(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _wait_all(self) -> None: ...
 
-    def _raise_hook_error(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _raise_hook_error(self) -> None: ...
 
-    def _exchange_all(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _exchange_all(self) -> None: ...
 
-    def _forget(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _forget(self) -> None: ...

@@ -6,12 +6,14 @@ is bounded. All ranks make the same meetings, as they ask for the same exchange,
 so a generator yields the first, and comes to the second when it goes on. Later ones it need not yield if all have come
 already.
 
-All-reduce has three ways. Which is taken depends on sizes only, and the bits of the result on neither:
+All-reduce has three ways. Which is taken depends on sizes, and on whether all ranks have the loops of `_kernels.c`; the
+bits of the result depend on neither:
 
 *all for themselves*  each rank shows a piece and adds what all have shown: one meeting a piece, and reads of `size`
                       pieces
 *range by range*      each rank owns a range of every piece, adds it, and shows the result at a later meeting, with
-                      another piece: it reads less if there are many ranks
+                      another piece: it reads less if there are many ranks (where loops are compiled, the first way
+                      is faster all the same: 46 ms against 62 for 64 MiB on 4 ranks of 2 cores)
 *in place*            the tensors lie in the arena: the owner of a range adds it from where it is, to where it belongs,
                       in pieces that stay in the cache between being read and being written: two meetings, no copy
 """
